@@ -1,0 +1,155 @@
+"""What crosses the boundary of each segment: measured by running the partitioned model, never inferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fx_passes.errors import ExportError, LoweringError
+from lowering.aten import TensorSpec
+from lowering.inputs import Example, ShapeRange
+
+__all__ = ["Boundary", "Measured", "measure", "preserved_state"]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The inputs of one segment.
+
+    Args:
+        inputs: name, dtype and range of shapes of each input.
+        example: tensors to export the segment with.
+        flops: floating-point operations of one call at the opt sizes (1 multiply-add = 2).
+    """
+
+    inputs: list[TensorSpec]
+    example: tuple[Tensor, ...]
+    flops: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run of the glue at each size showed."""
+
+    boundaries: dict[str, Boundary]
+    flops: int
+    fallback_flops: dict[str, int]
+
+    @property
+    def flops_share(self) -> float:
+        """Share of all FLOPs inside segments, 0 to 1. A model that computes nothing counts as lowered in full."""
+        return sum(b.flops for b in self.boundaries.values()) / self.flops if self.flops else 1.0
+
+
+@contextmanager
+def preserved_state(module: nn.Module) -> Iterator[None]:
+    """Buffers and the random state come out as they went in, whatever the module's forward does to them."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                if buffer.shape != before.shape or not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
+    """Run `glue` at min, opt, max and export sizes and record what enters each segment.
+
+    Raises:
+        ExportError: a segment's input changes its rank or its type between sizes, or is not reached by an example.
+    """
+    with preserved_state(glue):
+        opt = _Recorder(glue).record(sizes.opt, count=True)
+        runs = [opt] * 3
+        if sizes.dynamic:
+            runs = [_Recorder(glue).record(example) for example in (sizes.min, sizes.max, sizes.export)]
+    low, high, export = runs
+    boundaries = {}
+    for name, tensors in opt.inputs.items():
+        if not all(name in run.inputs for run in runs):
+            raise ExportError(f"{name} is not reached at every size of the inputs", hint="narrow the dynamic range")
+        specs = [
+            _spec(name, i, t, low.inputs[name][i], high.inputs[name][i], opt.names[name][i])
+            for i, t in enumerate(tensors)
+        ]
+        boundaries[name] = Boundary(specs, export.inputs[name], opt.flops.get(name, 0))
+    fallback = {node: flops for node, flops in opt.flops.items() if node not in boundaries and flops}
+    return Measured(boundaries, sum(opt.flops.values()), fallback)
+
+
+def _spec(segment: str, index: int, opt: Tensor, low: Tensor, high: Tensor, name: str) -> TensorSpec:
+    if not (low.dim() == opt.dim() == high.dim() and low.dtype == opt.dtype == high.dtype):
+        raise ExportError(
+            f"input {index} of {segment} has another rank or type at other sizes",
+            hint="keep the code before it in one form for all sizes, or wrap() it",
+        )
+    return TensorSpec(name, opt.dtype, tuple(low.shape), tuple(opt.shape), tuple(high.shape))
+
+
+class _Recorder(Interpreter):
+    """Runs the glue; keeps each segment's inputs and, if asked, the FLOPs of every top-level node."""
+
+    def __init__(self, glue: GraphModule):
+        super().__init__(glue)
+        self.inputs: dict[str, tuple[Tensor, ...]] = {}
+        self.names: dict[str, list[str]] = {}
+        self.flops: dict[str, int] = {}
+        self._counter: _FlopCounter | None = None
+
+    def record(self, example: Example, *, count: bool = False) -> _Recorder:
+        self._counter = _FlopCounter() if count else None
+        args = list(example.args)
+        for node in list(self.module.graph.find_nodes(op="placeholder"))[len(args) :]:
+            args.append(example.kwargs.get(str(node.target), node.args[0] if node.args else None))
+        self.run(*args)
+        return self
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        if node.op == "call_module" and str(node.target).startswith("segment_"):
+            values = tuple(self.fetch_args_kwargs_from_env(node)[0])
+            self.inputs[str(node.target)] = tuple(v.detach().clone() for v in values)
+            segment = self.fetch_attr(str(node.target))
+            self.names[str(node.target)] = [p.name for p in segment.graph.find_nodes(op="placeholder")]
+        try:
+            if self._counter is None:
+                return super().run_node(node)
+            before = self._counter.total
+            with self._counter:
+                result = super().run_node(node)
+            key = str(node.target) if node.op == "call_module" else node.name
+            self.flops[key] = self.flops.get(key, 0) + self._counter.total - before
+            return result
+        except LoweringError:
+            raise
+        except Exception as error:
+            raise ExportError(f"the captured model fails on these inputs: {error}", node=node) from error
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts what runs: torch's own formulas for convolutions, matmuls and attention, one per output element else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry
+
+        self.total = 0
+        self._formulas = flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in self._formulas:
+            self.total += self._formulas[packet](*args, **(kwargs or {}), out_val=out)
+        elif isinstance(out, Tensor) and out.is_floating_point() and not func.is_view:
+            self.total += prod(out.shape)
+        return out
