@@ -1,0 +1,1 @@
+"""Models, photographs and measurements. Results are printed and written to `build/`; none is asserted."""
