@@ -1,0 +1,160 @@
+"""The two entry points. Each reads as the pipeline it is: capture, quantize, partition, export, build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from fx_passes.errors import InputError
+from lowering.inputs import CalibrationData, Example, example_for, shape_range
+from lowering.module import LoweredModule
+from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
+
+__all__ = ["lower_to_onnx", "lower_to_trt"]
+
+RUNTIMES = ("auto", "onnxruntime", "tensorrt")
+
+
+def lower_to_trt(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    precision: str = "int8",
+    calibration: Iterable[Any] | None = None,
+    compute_capabilities: Iterable[str | float] | str | None = None,
+    dynamic_batch: tuple[int, int, int] | None = None,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
+    settings: Settings | dict[str, Any] | None = None,
+) -> LoweredModule:
+    """Lower a model to TensorRT engines, with its wrapped post-processing as Python calls between them.
+
+    Args:
+        model: a float module, a traced or fused graph, a trained QAT module or a converted one. It stays as it is.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments. None: the first calibration
+            batch, what a prepared model recorded, or the input size that a timm or torchvision model declares.
+        precision: "fp32", "fp16", "bf16", "int8" (the rest in `settings.float_type`, fp16 by default) or "auto"
+            (int8, and the float engine instead wherever its layers move fewer bytes).
+        calibration: batches as `example_inputs` takes them. None with int8: the example alone, with a warning.
+        compute_capabilities: "8.9", "sm89", "RTX 4090" or a list: one engine that holds them all. None: one portable
+            engine (TensorRT-RTX) or an engine for this machine's GPU (TensorRT).
+        dynamic_batch: (min, opt, max) for dimension 0 of every input that has the example's batch size.
+        dynamic_shapes: other dynamic dimensions, as `torch.export` takes them.
+        settings: a `lowering.Settings` or a dict of its fields.
+
+    Returns:
+        A module that runs on a GPU, and with `simulate` on the CPU.
+
+    Raises:
+        LoweringError: a subclass that names the node, the user's source line and the next thing to try.
+
+    Example:
+        >>> import torch
+        >>> from lowering import lower_to_trt
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> images = torch.randn(2, 3, 16, 16)
+        >>> lowered = lower_to_trt(model, images, calibration=[images])
+        >>> lowered.simulate(images).shape
+        torch.Size([2, 8, 14, 14])
+    """
+    from lowering.trt.backend import TensorRTBackend
+
+    options = _options(precision, settings, float_type="fp16")
+    backend = TensorRTBackend(precision, compute_capabilities, options)
+    return _lower(model, example_inputs, backend, precision, calibration, dynamic_batch, dynamic_shapes, options)
+
+
+def lower_to_onnx(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    precision: str = "int8",
+    calibration: Iterable[Any] | None = None,
+    runtime: str = "auto",
+    dynamic_batch: tuple[int, int, int] | None = None,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
+    settings: Settings | dict[str, Any] | None = None,
+) -> LoweredModule:
+    """Lower a model to ONNX files and sessions that run them.
+
+    Args:
+        model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, settings: as in `lower_to_trt`;
+            with "int8" the rest is fp32 by default. "auto" measures int8 and float and keeps the faster.
+        runtime: "onnxruntime" (uint8 activations, for the CPU), "tensorrt" (a Q/DQ file with TensorRT's scheme and
+            placement for `trtexec`, which ONNX Runtime also runs), or "auto", which is "onnxruntime".
+
+    Returns:
+        A module that runs on this machine.
+
+    Raises:
+        LoweringError: a subclass that names the node, the user's source line and the next thing to try.
+
+    Example:
+        >>> import torch
+        >>> from lowering import lower_to_onnx
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> images = torch.randn(2, 3, 16, 16)
+        >>> lower_to_onnx(model, images, calibration=[images])(images).shape
+        torch.Size([2, 8, 14, 14])
+    """
+    from lowering.onnx.backend import OnnxBackend
+
+    if runtime not in RUNTIMES:
+        raise InputError(f"runtime is {runtime!r}", hint=f"use one of {', '.join(RUNTIMES)}")
+    options = _options(precision, settings, float_type="fp32")
+    backend = OnnxBackend(precision, "onnxruntime" if runtime == "auto" else runtime, options)
+    return _lower(model, example_inputs, backend, precision, calibration, dynamic_batch, dynamic_shapes, options)
+
+
+def _lower(
+    model: nn.Module,
+    example_inputs: Any,
+    backend: Any,
+    precision: str,
+    calibration: Iterable[Any] | None,
+    dynamic_batch: tuple[int, int, int] | None,
+    dynamic_shapes: Any,
+    settings: Settings,
+) -> LoweredModule:
+    """The pipeline shared by all backends, which differ in placement target, in what they take and what they build."""
+    from lowering.capture import captured
+    from lowering.segments import segmented
+    from lowering.summary import gather
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
+    data = CalibrationData(calibration, settings.kept_batches)
+    example = example_for(model, example_inputs, data)
+    sizes = shape_range(model, example, dynamic_batch, dynamic_shapes)
+    graph: GraphModule = captured(model, example, backend.target, precision, data, settings)
+    parts = segmented(graph, sizes, settings, backend.unsupported)
+    infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
+    lowered = LoweredModule(parts.glue, infos, parts.fallbacks, gather(backend, parts, precision, settings))
+    _check_smallest(lowered, backend, sizes)
+    return lowered
+
+
+def _check_smallest(lowered: LoweredModule, backend: Any, sizes: Any) -> None:
+    """Run a dynamic lowering once at its smallest sizes, batch 1 as a rule: a frozen size fails here, not later."""
+    if not sizes.dynamic:
+        return
+    run = lowered.simulate if backend.simulates else lowered
+    example: Example = sizes.min.map(torch.clone)
+    run(*example.args, **example.kwargs)
+
+
+def _options(precision: str, settings: Settings | dict[str, Any] | None, float_type: str) -> Settings:
+    if precision not in PRECISIONS:
+        raise InputError(f"precision is {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
+    options = resolve_settings(settings)
+    if precision in FLOAT_TYPES:
+        if options.float_type not in (None, precision):
+            raise InputError(
+                f"precision={precision!r} and settings.float_type={options.float_type!r} contradict each other",
+                hint="settings.float_type is for precision='int8' and 'auto'",
+            )
+        return options.with_float_type(precision)
+    return options.with_float_type(float_type)

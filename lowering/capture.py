@@ -1,0 +1,66 @@
+"""From what the user has (a float module, or a graph at any stage) to the graph that is partitioned and exported."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.fx import GraphModule
+
+from fx_passes.errors import StageError
+
+if TYPE_CHECKING:
+    from lowering.inputs import CalibrationData, Example
+    from lowering.settings import Settings
+
+__all__ = ["captured"]
+
+
+def captured(
+    model: nn.Module, example: Example, target: str, precision: str, data: CalibrationData, settings: Settings
+) -> GraphModule:
+    """The model as a fused graph; for int8 and "auto" converted for `target`. Stages already passed are skipped.
+
+    Raises:
+        StageError: the graph was traced in train mode, converted for another target, or is int8 already while a
+            float precision is asked for.
+        CalibrationError: there is nothing to calibrate on, or a tensor's values give no range.
+    """
+    from fx_passes.quantize.calibrate import calibrate
+
+    from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
+
+    stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
+    if stage in ("prepared", "prepared_qat", "converted"):
+        assert isinstance(model, GraphModule)
+        _check_target(model, target, precision)
+        if stage == "prepared" and data:
+            model = copy.deepcopy(model)
+            calibrate(model, data, progress=settings.progress)
+        return model if stage == "converted" else convert_fx(model)
+    if precision not in ("int8", "auto"):
+        return fuse_fx(model)
+    prepared = prepare_calibration_fx(model, example.args or None, target=target)
+    if not data:
+        warnings.warn(
+            "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
+            stacklevel=4,
+        )
+    calibrate(prepared, data if data else [example.args or example.kwargs], progress=settings.progress)
+    return convert_fx(prepared)
+
+
+def _check_target(model: GraphModule, target: str, precision: str) -> None:
+    made_for = model.meta.get("target")
+    if made_for != target:
+        raise StageError(
+            f"this graph was prepared for {made_for!r} and is lowered for {target!r}",
+            hint=f"prepare the float model with target={target!r}",
+        )
+    if precision not in ("int8", "auto"):
+        raise StageError(
+            f"this graph is quantized, and precision={precision!r} is asked for",
+            hint="lower the float model, or ask for precision='int8'",
+        )

@@ -1,0 +1,266 @@
+"""The glue graph as JSON. A file can name torch's own operators and what the caller supplies, nothing else.
+
+Reading a graph back resolves three kinds of names: functions and tensor methods of the op table, segments of the
+artifact, and Python parts that the caller hands in (`model`, `fallbacks`). There is no import by name and no pickle.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from fx_passes.graph_module import SELF, attribute_of, set_attribute
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from fx_passes.errors import ArtifactError
+from fx_passes.ops import OPS
+from lowering.module import Segment
+
+__all__ = ["glue_from_plain", "glue_to_plain"]
+
+# What plumbing between segments may call besides the op table: container access, sizes, integer arithmetic.
+_PLUMBING: tuple[Callable[..., Any], ...] = (
+    *(getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")),
+    *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")),
+    *(getattr, len, int, float, max, min, slice),
+)
+_GETATTR = "builtins.getattr"
+_TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "T", "mT", "layout")
+_METHODS = ("size", "dim", "numel", "items", "keys", "values", "get", "clone", "ndimension", "nelement")
+_ATOMS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """The graph as a list of plain nodes, and the tensors that its `get_attr` nodes read.
+
+    Raises:
+        ArtifactError: a node holds a value that JSON cannot carry; names the node.
+    """
+    nodes, state = [], {}
+    for node in glue.graph.nodes:
+        plain: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_to_plain(glue, node)}
+        plain["args"] = [_to_plain(node, a) for a in node.args]
+        plain["kwargs"] = {key: _to_plain(node, a) for key, a in node.kwargs.items()}
+        if node.op == "get_attr" and isinstance(value := attribute_of(glue, str(node.target)), Tensor):
+            state[str(node.target)] = value
+        nodes.append(plain)
+    return nodes, state
+
+
+def glue_from_plain(
+    nodes: list[dict[str, Any]],
+    segments: dict[str, Segment],
+    state: dict[str, Tensor],
+    model: nn.Module | None,
+    fallbacks: dict[str, Callable[..., Any]],
+) -> GraphModule:
+    """The graph module that `glue_to_plain` wrote.
+
+    Raises:
+        ArtifactError: the file names something that is not allowed, or a Python part that the caller did not supply.
+    """
+    reader = _Reader(segments, state, model, fallbacks)
+    graph = Graph()
+    made: dict[str, Node] = {}
+    for plain in nodes:
+        target = reader.target(plain)
+        args = tuple(_from_plain(a, made) for a in plain["args"])
+        kwargs = {key: _from_plain(a, made) for key, a in plain["kwargs"].items()}
+        made[plain["name"]] = graph.create_node(plain["op"], target, args, kwargs, name=plain["name"])
+    graph.lint()
+    return GraphModule(reader.root, graph)
+
+
+def _target_to_plain(glue: GraphModule, node: Node) -> Any:
+    if node.op != "call_function":
+        return str(node.target)
+    name = _names().get(node.target)  # type: ignore[arg-type]
+    if name is not None and not node.meta.get("wrapped"):
+        return name
+    function = node.target
+    assert callable(function)
+    return {"fallback": function.__name__, "signature": _signature(function)}
+
+
+class _Reader:
+    """Resolves the targets of a file against the op table and what the caller supplied."""
+
+    def __init__(
+        self,
+        segments: dict[str, Segment],
+        state: dict[str, Tensor],
+        model: nn.Module | None,
+        fallbacks: dict[str, Callable[..., Any]],
+    ):
+        self.segments, self.state, self.model, self.fallbacks = segments, state, model, fallbacks
+        self.root = nn.Module()
+
+    def target(self, plain: dict[str, Any]) -> Any:
+        op, target = plain["op"], plain["target"]
+        if op in ("placeholder", "output"):
+            return target
+        if op == "get_attr":
+            return self._attribute(target)
+        if op == "call_module":
+            return self._module(target)
+        if op == "call_method":
+            return self._method(plain)
+        if op == "call_function":
+            return self._function(plain)
+        raise ArtifactError(f"node '{plain['name']}' has the unknown kind {op!r}", hint="save the lowered module again")
+
+    def _attribute(self, target: str) -> str:
+        if target in self.state:
+            set_attribute(self.root, target, self.state[target])
+        elif target.split(".")[0] == SELF:
+            set_attribute(self.root, SELF, self._need_model(f"the wrapped call reads '{target}'"))
+        else:
+            raise ArtifactError(f"the artifact lacks the tensor '{target}'", hint="save the lowered module again")
+        return target
+
+    def _module(self, target: str) -> str:
+        if target in self.segments:
+            self.root.add_module(target, self.segments[target])
+            return target
+        model = self._need_model(f"the module '{target}' stays in Python")
+        try:
+            set_attribute(self.root, target, model.get_submodule(target))
+        except AttributeError as error:
+            raise ArtifactError(
+                f"the model that was passed has no submodule '{target}'", hint="pass the model that was lowered"
+            ) from error
+        return target
+
+    def _method(self, plain: dict[str, Any]) -> str:
+        name = plain["target"]
+        receiver = plain["args"][0] if plain["args"] else None
+        of_self = isinstance(receiver, dict) and receiver.get("node", "").startswith(SELF)
+        if not of_self and name not in _methods():
+            raise ArtifactError(f"the artifact calls the method '{name}', which is no tensor operation")
+        return name
+
+    def _function(self, plain: dict[str, Any]) -> Callable[..., Any]:
+        target = plain["target"]
+        if isinstance(target, str):
+            if target == _GETATTR and plain["args"][1] not in _TENSOR_ATTRIBUTES:
+                raise ArtifactError(f"the artifact reads the attribute {plain['args'][1]!r}, which is no tensor's")
+            if target not in _functions():
+                raise ArtifactError(f"the artifact calls '{target}', which is no operator of torch that is known here")
+            return _functions()[target]
+        name = target["fallback"]
+        function = self.fallbacks.get(name) or self._from_model_source(name)
+        if function is None:
+            raise ArtifactError(
+                f"the Python function '{name}' stays outside the artifact",
+                hint=f"load(folder, fallbacks={{'{name}': {name}}})",
+            )
+        if _signature(function) != target["signature"]:
+            raise ArtifactError(
+                f"'{name}' has the signature {_signature(function)}; the lowered one had {target['signature']}",
+                hint="pass the function that was wrapped when the model was lowered",
+            )
+        return function
+
+    def _from_model_source(self, name: str) -> Callable[..., Any] | None:
+        """A function of that name which the forward code of the caller's own model refers to."""
+        for module in self.model.modules() if self.model is not None else ():
+            found = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(name)
+            if callable(found):
+                return found
+        return None
+
+    def _need_model(self, why: str) -> nn.Module:
+        if self.model is None:
+            raise ArtifactError(f"{why}, and no model is passed", hint="load(folder, model=the_model)")
+        return self.model
+
+
+def _to_plain(node: Node, value: Any) -> Any:
+    if isinstance(value, Node):
+        return {"node": value.name}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else {"float": str(value)}
+    if isinstance(value, _ATOMS):
+        return {"torch": str(value).removeprefix("torch."), "kind": type(value).__name__}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    if isinstance(value, slice):
+        return {"slice": [_to_plain(node, v) for v in (value.start, value.stop, value.step)]}
+    if type(value).__name__ in ("immutable_list", "list"):
+        return [_to_plain(node, v) for v in value]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [_to_plain(node, v) for v in value]}
+    if type(value).__name__ in ("immutable_dict", "dict") and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _to_plain(node, v) for key, v in value.items()}}
+    raise ArtifactError(
+        f"a {type(value).__name__} in the graph cannot be saved",
+        node=node,
+        hint="return tensors in tuples, lists and dicts with string keys, or build the object in a wrapped function",
+    )
+
+
+def _from_plain(value: Any, made: dict[str, Node]) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(v, made) for v in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *_ = value.items()
+    if kind == "node":
+        return made[content]
+    if kind == "float":
+        return float(content)
+    if kind == "torch":
+        return torch.device(content) if value["kind"] == "device" else _torch_atom(content)
+    if kind == "ellipsis":
+        return Ellipsis
+    if kind == "slice":
+        return slice(*(_from_plain(v, made) for v in content))
+    if kind == "tuple":
+        return tuple(_from_plain(v, made) for v in content)
+    if kind == "dict":
+        return {key: _from_plain(v, made) for key, v in content.items()}
+    raise ArtifactError(f"the manifest holds a value of the unknown kind {kind!r}", hint="update fx-trt-lowering")
+
+
+def _torch_atom(name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, _ATOMS):
+        raise ArtifactError(
+            f"'{name}' is no torch dtype, layout or memory format", hint="save the lowered module again"
+        )
+    return found
+
+
+@cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    known = {f"{f.__module__}.{f.__name__}": f for f in _PLUMBING}
+    for op in OPS.values():
+        for function in op.functions:
+            known.setdefault(f"{getattr(function, '__module__', None) or 'torch'}.{function.__name__}", function)
+    return known
+
+
+@cache
+def _names() -> dict[Callable[..., Any], str]:
+    return {function: name for name, function in _functions().items()}
+
+
+@cache
+def _methods() -> frozenset[str]:
+    return frozenset({*_METHODS, *(method for op in OPS.values() for method in op.methods)})
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """Parameter names and defaults, without annotations (which may print differently from run to run)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "(...)"
+    return "(" + ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters) + ")"

@@ -1,0 +1,133 @@
+"""From a captured graph to a glue graph whose segments are tensor programs that a backend takes in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fx_passes.graph_module import copy_graph_module
+from fx_passes.ops import Role, op_of
+from fx_passes.partition import partition
+from torch.fx import GraphModule, Node
+
+from fx_passes.errors import ExportError, LoweringError, UnsupportedOpError
+from fx_passes.node_meta import source_line
+from lowering.aten import AtenProgram, to_aten
+from lowering.boundaries import Measured, measure
+from lowering.inputs import ShapeRange
+
+if TYPE_CHECKING:
+    from lowering.settings import Settings
+
+__all__ = ["Fallback", "Segmented", "segmented"]
+
+Unsupported = Callable[[AtenProgram], dict[Node, str]]
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A call that stays in Python.
+
+    Args:
+        node: name of the node in the glue graph.
+        source: "file.py:12" of the user's line, or None.
+        reason: why it stays.
+    """
+
+    node: str
+    source: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A partitioned model, and each of its segments as an aten program.
+
+    Args:
+        glue: segments as `call_module` nodes, Python fallbacks as they were.
+        programs: by segment name, in the order of `glue`.
+        measured: shapes at the boundaries and FLOPs.
+        fallbacks: all calls that stay in Python.
+    """
+
+    glue: GraphModule
+    programs: dict[str, AtenProgram]
+    measured: Measured
+    fallbacks: list[Fallback]
+
+
+def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsupported: Unsupported) -> Segmented:
+    """Partition `graph`, export every segment, and keep in Python what the backend cannot take.
+
+    A refused operator is cut out at its node of the FX graph, together with the DequantizeLinear nodes that only it
+    reads, so that no cut stands between a DQ and its consumer.
+
+    Args:
+        graph: captured, functional, perhaps converted.
+        sizes: one call of the model at its smallest, usual and largest sizes.
+        settings: `min_segment_nodes` and `require_full_lowering` are used.
+        unsupported: the backend's own check: aten nodes that it cannot take, each with the reason.
+
+    Raises:
+        ExportError: a segment cannot be exported and the error does not say which node is at fault.
+        UnsupportedOpError: `settings.require_full_lowering`, and something stays in Python.
+    """
+    graph = copy_graph_module(graph)
+    while True:
+        glue = partition(graph, sizes.opt.args, sizes.opt.kwargs, min_segment_nodes=settings.min_segment_nodes)
+        measured = measure(glue, sizes)
+        programs: dict[str, AtenProgram] = {}
+        refused: dict[str, str] = {}
+        for name, boundary in measured.boundaries.items():
+            try:
+                programs[name] = to_aten(glue.get_submodule(name), boundary.inputs, boundary.example)
+            except ExportError as error:
+                if error.node is None:
+                    raise
+                refused[error.node.name] = error.what
+                continue
+            for node, reason in unsupported(programs[name]).items():
+                refused[str(node.meta.get("fx_node", node.name))] = reason
+        if not refused:
+            break
+        _keep_in_python(graph, refused)
+    fallbacks = [
+        Fallback(node.name, source_line(node), str(node.meta["python"]))
+        for node in glue.graph.nodes
+        if node.meta.get("python")
+    ]
+    if settings.require_full_lowering and fallbacks:
+        lines = "\n".join(f"  - {f.node} ({f.source}): {f.reason}" for f in fallbacks)
+        raise UnsupportedOpError(
+            f"{len(fallbacks)} calls stay in Python:\n{lines}",
+            hint="drop settings.require_full_lowering, or rewrite these calls",
+        )
+    return Segmented(glue, programs, measured, fallbacks)
+
+
+def _keep_in_python(graph: GraphModule, refused: dict[str, str]) -> None:
+    """Mark the refused nodes, and the dequantizations that only they read, as Python calls."""
+    by_name = {node.name: node for node in graph.graph.nodes}
+    marked = False
+    for name, reason in refused.items():
+        node = by_name.get(name)
+        if node is None or node.op in ("placeholder", "output", "get_attr") or node.meta.get("python"):
+            continue
+        marked = True
+        node.meta["python"] = reason
+        for producer in _own_dequantizations(graph, node):
+            producer.meta["python"] = f"belongs to {node.name}, which stays in Python"
+    if not marked:
+        details = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise LoweringError(
+            f"a segment cannot be lowered, and the nodes at fault are not in the captured graph: {details}",
+            hint="wrap() the function around these operators so that it stays in Python",
+        )
+
+
+def _own_dequantizations(graph: GraphModule, node: Node) -> Iterable[Node]:
+    for producer in node.all_input_nodes:
+        op = op_of(producer, graph)
+        if op is not None and op.role is Role.DEQUANTIZE and set(producer.users) == {node}:
+            yield producer

@@ -1,0 +1,156 @@
+"""What a lowered module tells about itself: text for people, plain data for programs."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from dataclasses import asdict
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from fx_passes.node_meta import source_line
+from lowering.module import LoweredModule, OpRow, SegmentInfo
+
+if TYPE_CHECKING:
+    from lowering.segments import Segmented
+    from lowering.settings import Settings
+
+__all__ = ["gather", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
+
+_PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx_cu13", "tensorrt")
+_LISTED_ROWS = 12
+
+
+def gather(backend: Any, parts: Segmented, precision: str, settings: Settings) -> dict[str, Any]:
+    """The details that hold for the whole lowering."""
+    return {
+        "target": backend.target,
+        "precision": precision,
+        "flops_share": parts.measured.flops_share,
+        "flops": parts.measured.flops,
+        "threads": backend.threads,
+        "versions": versions(),
+        "settings": settings.as_dict(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a lowering depends on, those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def precision_text(precision: str, settings: Settings) -> str:
+    """ "int8 + fp16" for int8, which leaves a float part; the precision itself otherwise."""
+    return f"int8 + {settings.float_type}" if precision == "int8" else precision
+
+
+def op_rows(segment: GraphModule) -> list[OpRow]:
+    """The operators of a converted segment that placement decided on, with its reasons."""
+    rows = []
+    for node in segment.graph.nodes:
+        annotation = node.meta.get("quantization")
+        if annotation is not None:
+            name = node.meta.get("module_path") or node.name
+            rows.append(
+                OpRow(str(name), annotation.op, _in_int8(node, annotation), annotation.reason, source_line(node))
+            )
+    return rows
+
+
+def _in_int8(annotation: Any) -> bool:
+    return bool(annotation.quantized_inputs or annotation.weight or annotation.output or annotation.share_scale_with)
+
+
+def report_data(lowered: LoweredModule) -> dict[str, Any]:
+    """Plain data: strings, numbers, lists and dicts only."""
+    return {
+        **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
+        "segments": [
+            {
+                "name": s.name,
+                "backend": s.backend,
+                "precision": s.precision,
+                "nodes": s.nodes,
+                "flops": s.flops,
+                "ops": [asdict(row) for row in s.ops],
+                "engines": s.engines,
+                "float_twin": s.float_twin,
+            }
+            for s in lowered.segments
+        ],
+        "fallbacks": [asdict(f) for f in lowered.fallbacks],
+        "threads": lowered.details["threads"],
+        "versions": lowered.details["versions"],
+        "settings": lowered.details["settings"],
+    }
+
+
+def summary_text(lowered: LoweredModule) -> str:
+    """The summary that `LoweredModule.summary` returns."""
+    details = lowered.details
+    lines = [
+        f"Lowered for {details['target']}, precision {details['precision']}: {len(lowered.segments)} segment(s), "
+        f"{details['flops_share']:.1%} of {details['flops'] / 1e9:.2f} GFLOPs, "
+        f"{len(lowered.fallbacks)} Python fallback(s)",
+    ]
+    for segment in lowered.segments:
+        lines += ["", *_segment_lines(segment)]
+    if lowered.fallbacks:
+        lines += ["", "Stays in Python:"]
+        lines += [f"  {f.node} ({f.source or 'no source line'}): {f.reason}" for f in lowered.fallbacks]
+    return "\n".join(lines) + "\n"
+
+
+def _segment_lines(segment: SegmentInfo) -> list[str]:
+    lines = [
+        f"{segment.name}: {segment.backend}, {segment.precision}, {segment.nodes} operators, "
+        f"{segment.flops / 1e9:.2f} GFLOPs"
+    ]
+    if segment.ops:
+        lines += _coverage_lines(segment.ops)
+    for engine in segment.engines:
+        lines += _engine_lines(engine, segment.float_twin)
+    return lines
+
+
+def _coverage_lines(rows: list[OpRow]) -> list[str]:
+    heavy = [row for row in rows if row.op.startswith(("conv", "linear", "matmul", "bmm", "addmm"))]
+    lines = [f"  int8: {sum(r.int8 for r in heavy)} of {len(heavy)} convolutions and matmuls"]
+    reasons = Counter((row.op, row.reason) for row in rows if not row.int8)
+    lines += [f"    float: {count} x {op}: {reason}" for (op, reason), count in reasons.most_common(_LISTED_ROWS)]
+    if len(reasons) > _LISTED_ROWS:
+        lines.append(f"    and {len(reasons) - _LISTED_ROWS} more kinds: report()['segments'][i]['ops'] has them all")
+    return lines
+
+
+def _engine_lines(engine: dict[str, Any], twin: dict[str, Any] | None) -> list[str]:
+    if "kernels" not in engine:
+        ops = ", ".join(f"{count} {op}" for op, count in sorted(engine["ops"].items(), key=lambda item: -item[1]))
+        return [f"  operators as optimised: {ops}"]
+    target = ", ".join(engine["compute_capabilities"]) or "portable"
+    lines = [
+        f"  engine ({target}): {engine['kernels']} kernels; {engine['int8_compute']} convolutions and matmuls in int8, "
+        f"{engine['float_compute']} float; moves {engine['activation_bytes'] / 1e6:.1f} MB of activations and "
+        f"{engine['weight_bytes'] / 1e6:.1f} MB of weights a call; {engine['engine_bytes'] / 1e6:.1f} MB file"
+    ]
+    if twin is not None:
+        ours, other = _moved(engine), _moved(twin)
+        verdict = "int8 moves fewer bytes" if ours < other else f"WARNING: {twin['precision']} moves fewer bytes"
+        lines.append(
+            f"    the same in {twin['precision']}: {twin['kernels']} kernels, {twin['activation_bytes'] / 1e6:.1f} + "
+            f"{twin['weight_bytes'] / 1e6:.1f} MB. {verdict}: {min(ours, other) / 1e6:.1f} against "
+            f"{max(ours, other) / 1e6:.1f} MB"
+        )
+    return lines
+
+
+def _moved(engine: dict[str, Any]) -> int:
+    return engine["activation_bytes"] + engine["weight_bytes"]

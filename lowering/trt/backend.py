@@ -1,0 +1,76 @@
+"""TensorRT as a backend of the pipeline: casts, network, engine, layer report, and the float engine to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from lowering.backend import install
+from lowering.module import SegmentInfo
+from lowering.settings import Settings
+from lowering.summary import op_rows, precision_text
+
+if TYPE_CHECKING:
+    from lowering.aten import AtenProgram
+    from lowering.segments import Segmented
+
+__all__ = ["TensorRTBackend"]
+
+
+class TensorRTBackend:
+    """Lowers segments to TensorRT engines.
+
+    Args:
+        precision: as in `lower_to_trt`.
+        compute_capabilities: as in `lower_to_trt`.
+        settings: `float_type` and the builder's options are used.
+
+    Raises:
+        BackendUnavailableError: no TensorRT package can be used here.
+        InputError: a compute capability that TensorRT does not know.
+    """
+
+    simulates = True
+    threads = None
+
+    def __init__(self, precision: str, compute_capabilities: Iterable[str | float] | str | None, settings: Settings):
+        from lowering.trt import bindings
+        from lowering.trt.capabilities import resolve_capabilities
+
+        self.precision, self.settings = precision, settings
+        self.flavour = bindings.flavour()
+        self.target = "tensorrt-rtx" if self.flavour == "rtx" else "tensorrt"
+        self.description = f"{self.target} {bindings.version()}"
+        self.capabilities = resolve_capabilities(compute_capabilities)
+
+    def unsupported(self, program: AtenProgram) -> dict[Node, str]:
+        """The nodes that no converter takes, by a dry run of every converter's own check."""
+        from lowering.trt.network import supports
+
+        return supports(program)
+
+    def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
+        """Build one segment's network and engine."""
+        graph = parts.glue.get_submodule(name)
+        quantized = self.precision in ("int8", "auto")
+        engine, reference = self._build(program, name)
+        twin = None
+        if quantized:
+            float_engine, float_reference = self._build(float_twin(program), name)
+            twin = {"precision": self.settings.float_type, **float_engine.report.as_dict()}
+            if self.precision == "auto" and _moved(float_engine) <= _moved(engine):
+                engine, reference, quantized = float_engine, float_reference, False
+        info = SegmentInfo(
+            name=name,
+            backend=self.description,
+            precision=precision_text("int8" if quantized else str(self.settings.float_type), self.settings),
+            nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
+            flops=parts.measured.boundaries[name].flops,
+            ops=op_rows(graph),
+            engines=[engine.report.as_dict()],
+            float_twin=twin,
+        )
+        install(parts.glue, name, TrtEngine(engine, reference, program.inputs, program.outputs), program)
+        return info
