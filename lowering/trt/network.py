@@ -62,6 +62,8 @@ class Network:
         sources: tag in layer metadata -> the user's "file.py:line".
         unsupported: aten node name -> reason; filled by `supports` only.
         flavour: "rtx" or "tensorrt".
+        program: what it was made from.
+        quantized: whether it has quantize or dequantize layers.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Network:
     inputs: list[Any]
     outputs: list[str]
     flavour: str
+    program: Program | None = None
+    quantized: bool = False
     kept: list[torch.Tensor] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
     tensors: dict[str, str] = field(default_factory=dict)
@@ -80,7 +84,12 @@ class Network:
 
 
 def build_network(
-    program: Program, *, name: str, profiles: Sequence[Profile] | None = None, flavour: str | None = None
+    program: Program,
+    *,
+    name: str,
+    profiles: Sequence[Profile] | None = None,
+    flavour: str | None = None,
+    static_at: Profile | None = None,
 ) -> Network:
     """Define the TensorRT network of an aten program.
 
@@ -89,6 +98,7 @@ def build_network(
         name: name of the network.
         profiles: optimization profiles; by default one, from the min, opt and max of the program's inputs.
         flavour: "rtx" or "tensorrt"; None takes what this machine offers. Must be the one in use.
+        static_at: make every dimension static, at this profile's opt shapes; there are then no profiles.
 
     Raises:
         UnsupportedOpError: an op, or this use of it, has no converter.
@@ -97,7 +107,7 @@ def build_network(
     """
     if flavour is not None and flavour != current_flavour():
         raise BuildError(f"this process uses TensorRT flavour '{current_flavour()}', not '{flavour}'")
-    return _Definer(program, name, profiles, collect=False).run()
+    return _Definer(program, name, profiles, collect=False, static_at=static_at).run()
 
 
 def supports(program: Program) -> dict[str, str]:
@@ -110,8 +120,15 @@ def supports(program: Program) -> dict[str, str]:
 
 
 class _Definer:
-    def __init__(self, program: Program, name: str, profiles: Sequence[Profile] | None, collect: bool):
-        self.program, self.collect = program, collect
+    def __init__(
+        self,
+        program: Program,
+        name: str,
+        profiles: Sequence[Profile] | None,
+        collect: bool,
+        static_at: Profile | None = None,
+    ):
+        self.program, self.collect, self.static_at = program, collect, static_at
         log = BuilderLog()
         with collect_log(log):
             builder = trt.Builder(logger())
@@ -120,7 +137,9 @@ class _Definer:
         self.network = Network(
             name, definition, builder, log, list(program.inputs), list(program.outputs), current_flavour()
         )
-        self.network.profiles = list(profiles) if profiles is not None else _default_profiles(program)
+        self.network.program = program
+        if static_at is None:
+            self.network.profiles = list(profiles) if profiles is not None else _default_profiles(program)
         self.net = Net(definition, log)
         self.net.kept = self.network.kept
         self.values: dict[Node, Any] = {}
@@ -147,6 +166,8 @@ class _Definer:
         if not has_dtype(spec.dtype):
             raise InputError(f"input '{spec.name}' is {spec.dtype}, which TensorRT does not have", node=self.net.node)
         shape = [lo if lo == hi else -1 for lo, hi in zip(spec.min, spec.max, strict=True)]
+        if self.static_at is not None and spec.name in self.static_at:
+            shape = list(self.static_at[spec.name][1])
         if len(shape) > _MAX_RANK:
             raise InputError(f"input '{spec.name}' has {len(shape)} dimensions, TensorRT takes {_MAX_RANK}")
         tensor = self.network.definition.add_input(spec.name, trt_dtype(spec.dtype), shape)
@@ -283,6 +304,9 @@ class _Definer:
             self.network.tensors.setdefault(result.name, name)
 
     def _describe(self) -> None:
+        kinds = (trt.LayerType.QUANTIZE, trt.LayerType.DEQUANTIZE)
+        definition = self.network.definition
+        self.network.quantized = any(definition.get_layer(i).type in kinds for i in range(definition.num_layers))
         from fx_passes.node_meta import source_line
 
         for tag, node in self.net.tags.items():
