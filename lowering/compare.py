@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def agreement(reference: Tensor, other: Tensor) -> Agreement:
 
 
 def compare(
-    reference: Callable[..., Any], candidates: dict[str, Callable[..., Any]], batches: Iterable[Any]
+    reference: Callable[..., Any], candidates: Mapping[str, Callable[..., Any]], batches: Iterable[Any]
 ) -> dict[str, list[Agreement]]:
     """Run `reference` and every candidate over the same batches and compare each floating point output.
 

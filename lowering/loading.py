@@ -194,8 +194,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _read_state(path: Path) -> dict[str, torch.Tensor]:
-    import pickle
-
     if not path.is_file():
         raise InputError(f"weights file '{path}' does not exist", hint="check the path")
     if path.suffix == ".safetensors":
@@ -208,9 +206,9 @@ def _read_state(path: Path) -> dict[str, torch.Tensor]:
             raise InputError(f"'{path}' is not a safetensors file: {error}", hint="check the file") from error
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # malformed bytes lead the unpickler into whatever error comes first
         raise InputError(
-            f"'{path}' is not a checkpoint of plain tensors",
+            f"'{path}' is not a checkpoint of plain tensors: {str(error).splitlines()[0] if str(error) else error!r}",
             hint="save it with torch.save(model.state_dict(), path) or as safetensors",
         ) from error
     for key in ("state_dict", "model_state_dict", "model"):

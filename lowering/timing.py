@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class Timing:
 
 
 def measure_interleaved(
-    candidates: dict[str, Callable[[], Any]], *, rounds: int = 15, calls: int = 6, warm_up: int = 2
+    candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 15, calls: int = 6, warm_up: int = 2
 ) -> dict[str, Timing]:
     """Time callables in turn, round by round, in an order that rotates.
 
