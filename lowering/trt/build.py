@@ -10,7 +10,7 @@ from typing import Any
 
 from fx_passes.errors import BackendUnavailableError, BuildError, InputError
 from lowering.trt.bindings import BuilderLog, collect_log, has, trt
-from lowering.trt.capabilities import offered, parse_capabilities
+from lowering.trt.capabilities import offered, resolve_capabilities
 from lowering.trt.layers import LayerReport, layer_report
 from lowering.trt.network import Network, build_network
 from lowering.trt.progress import progress_monitor, run_cancellable, wants_bar
@@ -89,32 +89,13 @@ def build_engine(
     if report and network.profiles and network.program is not None:
         static = build_network(network.program, name=network.name, static_at=network.profiles[0])
         opt_log = _build(static, capabilities, options)[1].text
-    layers = layer_report(log.text, len(data), network.modules, network.sources, opt_log)
-    return Engine(data, layers, tuple(capabilities) if capabilities else None, log)
+    layers = layer_report(log.text, len(data), network.modules, network.sources, opt_log, capabilities)
+    return Engine(data, layers, capabilities, log)
 
 
-def _check_capabilities(network: Network, wanted: Any) -> list[str] | None:
-    capabilities = parse_capabilities(wanted)
-    if capabilities is None:
-        return None
-    if network.flavour != "rtx":
-        import torch
-
-        own = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-        if capabilities != [own]:
-            raise InputError(
-                f"TensorRT builds for this machine's GPU ({own}), not for {', '.join(capabilities)}",
-                hint="leave compute_capabilities at None, or use the tensorrt_rtx flavour",
-            )
-        return None
-    known = offered(trt.ComputeCapability.__members__)
-    if missing := [c for c in capabilities if c not in known]:
-        raise InputError(
-            f"TensorRT-RTX builds for compute capabilities {', '.join(known)}, not for {', '.join(missing)}",
-            hint="RTX engines are for RTX-class GPUs; for data-centre GPUs write a TensorRT file with "
-            'lower_to_onnx(..., runtime="tensorrt")',
-        )
-    if "7.5" in capabilities and len(capabilities) > 1 and network.quantized:
+def _check_capabilities(network: Network, wanted: Any) -> tuple[str, ...] | None:
+    capabilities = resolve_capabilities(wanted)
+    if capabilities is not None and "7.5" in capabilities and len(capabilities) > 1 and network.quantized:
         # with SM75 in the list every target's convolutions are listed as Float
         raise InputError(
             "an int8 engine for 7.5 together with newer GPUs would run in float on all of them",
@@ -162,8 +143,8 @@ def _configure(
         config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)  # the lean runtime is a library of its own, often absent
     if options.hardware_compatible and network.flavour != "rtx":
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
-    if capabilities:
-        known = offered(trt.ComputeCapability.__members__)
+    if capabilities and network.flavour == "rtx":
+        known = offered()
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             config.set_compute_capability(getattr(trt.ComputeCapability, known[capability]), index)

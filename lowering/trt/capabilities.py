@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fx_passes.errors import InputError
+import torch
 
-__all__ = ["gpu_capability", "offered", "parse_capabilities", "parse_capability"]
+from fx_passes.errors import InputError
+from lowering.trt.bindings import flavour, trt
+
+__all__ = ["gpu_capability", "offered", "parse_capability", "resolve_capabilities"]
 
 # NVIDIA, "CUDA GPU compute capability" (developer.nvidia.com/cuda-gpus). Longest match wins.
 _GPUS = {
@@ -87,19 +90,20 @@ def gpu_capability(gpu: str) -> str | None:
     return _GPUS[max(words, key=len)] if words else None
 
 
-def offered(members: Iterable[str]) -> dict[str, str]:
-    """"major.minor" -> member name, for the members of `tensorrt.ComputeCapability` ("SM89" and such)."""
+def offered() -> dict[str, str]:
+    """"major.minor" -> member of `tensorrt.ComputeCapability`, for what the installed TensorRT-RTX builds for."""
+    members = trt.ComputeCapability.__members__
     return {parse_capability(m): m for m in members if re.fullmatch(r"SM\d+", m)}
 
 
-def parse_capabilities(names: Any) -> list[str] | None:
-    """A list of distinct capabilities, sorted; None stays None (one portable engine).
+def resolve_capabilities(names: Any) -> tuple[str, ...] | None:
+    """Distinct capabilities, sorted, that the installed TensorRT can build for; None stays None (one portable engine).
 
     Args:
-        names: one capability or a list of them.
+        names: one capability or a list of them, in any of the forms of `parse_capability`.
 
     Raises:
-        InputError: an unknown name, or an empty list.
+        InputError: an unknown name, an empty list, or one that this TensorRT does not build for.
     """
     if names is None:
         return None
@@ -109,5 +113,24 @@ def parse_capabilities(names: Any) -> list[str] | None:
     items: Sequence[Any] = [names] if single else list(names)
     if not items:
         raise InputError("compute_capabilities is empty", hint="None gives one portable engine")
-    found = {parse_capability(item) for item in items}
-    return sorted(found, key=lambda c: tuple(map(int, c.split("."))))
+    found = sorted({parse_capability(item) for item in items}, key=lambda c: tuple(map(int, c.split("."))))
+    if flavour() == "rtx":
+        _check_offered(found)
+        return tuple(found)
+    own = "{}.{}".format(*torch.cuda.get_device_capability())
+    if found != [own]:
+        raise InputError(
+            f"TensorRT builds for this machine's GPU ({own}), not for {', '.join(found)}",
+            hint="leave compute_capabilities at None, or use the tensorrt_rtx flavour",
+        )
+    return tuple(found)
+
+
+def _check_offered(capabilities: Sequence[str]) -> None:
+    known = offered()
+    if missing := [c for c in capabilities if c not in known]:
+        raise InputError(
+            f"TensorRT-RTX builds for compute capabilities {', '.join(known)}, not for {', '.join(missing)}",
+            hint="RTX engines are for RTX-class GPUs; for data-centre GPUs write a file for TensorRT with "
+            'lower_to_onnx(..., runtime="tensorrt")',
+        )

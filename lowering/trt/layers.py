@@ -154,6 +154,7 @@ class LayerReport:
             read or written, weights and constants left out. (ResNet-50 in fp16 at batch 1: 57 kernels, 57.6 MB.)
         weight_bytes: what the builder says the weights take.
         engine_bytes: size of the serialized engine.
+        compute_capabilities: what it was built for; None: portable.
         shapes: which shapes the bytes are of: "static", or "opt" for a dynamic engine.
         rows: one dict per kernel: name, kind, modules, sources, inputs, outputs, bytes, int8.
     """
@@ -164,6 +165,7 @@ class LayerReport:
     activation_bytes: int
     weight_bytes: int
     engine_bytes: int
+    compute_capabilities: list[str] | None = None
     shapes: str = "static"
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -178,6 +180,7 @@ def layer_report(
     modules: Mapping[str, str] | None = None,
     sources: Mapping[str, str] | None = None,
     opt_log: str | None = None,
+    compute_capabilities: Sequence[str] | None = None,
 ) -> LayerReport:
     """Read a build log.
 
@@ -187,6 +190,7 @@ def layer_report(
         modules: tag -> module path, from `Network.modules`.
         sources: tag -> user's line, from `Network.sources`.
         opt_log: log of a static build at the opt shape, from which the bytes of a dynamic engine are counted.
+        compute_capabilities: what the engine was built for, for the record.
     """
     layers = first_profile(parse_layers(log_text))
     kernels = [layer for layer in layers if layer.is_kernel]
@@ -202,6 +206,7 @@ def layer_report(
         activation_bytes=sum(t.bytes() for layer in measured for t in layer.inputs + layer.outputs),
         weight_bytes=int(stated.group(1)) if stated else sum(held.values()),
         engine_bytes=engine_bytes,
+        compute_capabilities=list(compute_capabilities) if compute_capabilities else None,
         shapes="static" if opt_log is None else "opt",
         rows=[_row(layer, modules or {}, sources or {}) for layer in measured],
     )

@@ -60,7 +60,7 @@ class Network:
         tensors: aten node name -> name of the network tensor that holds its value.
         modules: tag in layer metadata -> module path.
         sources: tag in layer metadata -> the user's "file.py:line".
-        unsupported: aten node name -> reason; filled by `supports` only.
+        unsupported: aten node -> reason; filled by `supports` only.
         flavour: "rtx" or "tensorrt".
         program: what it was made from.
         quantized: whether it has quantize or dequantize layers.
@@ -80,7 +80,7 @@ class Network:
     tensors: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    unsupported: dict[str, str] = field(default_factory=dict)
+    unsupported: dict[Node, str] = field(default_factory=dict)
 
 
 def build_network(
@@ -110,8 +110,8 @@ def build_network(
     return _Definer(program, name, profiles, collect=False, static_at=static_at).run()
 
 
-def supports(program: Program) -> dict[str, str]:
-    """Why each node that TensorRT cannot express cannot be: aten node name -> reason; empty if all can.
+def supports(program: Program) -> dict[Node, str]:
+    """Why each node that TensorRT cannot express cannot be: aten node -> reason; empty if all can.
 
     The network is defined for real, without weights being copied, so the reasons include TensorRT's own. Where a node
     fails its result is replaced by a fresh network input and the walk goes on.
@@ -186,7 +186,7 @@ class _Definer:
         except LoweringError as error:
             if not self.collect:
                 raise error if error.node is not None else type(error)(error.what, node=node, hint=error.hint) from error
-            self.network.unsupported[node.name] = error.what
+            self.network.unsupported[node] = error.what
             value = self._substitute(node)
         self.values[node] = value
         if not isinstance(value, tuple | list | torch.Tensor | Scalar | bool | int | float | None):
