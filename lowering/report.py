@@ -162,7 +162,7 @@ def _numeric(rows: Sequence[Sequence[Any]], column: int) -> bool:
     return all(isinstance(row[column], (int, float)) or row[column] is None for row in rows)
 
 
-def _scaled(value: float, rows: Sequence[Sequence[Any]], column: int) -> float:
-    """The length of a bar in percent of the longest."""
+def _scaled(value: float | None, rows: Sequence[Sequence[Any]], column: int) -> float:
+    """The length of a bar in percent of the longest; none where there is no number."""
     longest = max((row[column] for row in rows if row[column] is not None), default=0)
-    return 100 * value / longest if longest else 0.0
+    return 100 * value / longest if value is not None and longest else 0.0

@@ -14,7 +14,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ["fx_passes", "lowering", "benchmarks", "examples"]  # each may import those before it
 HEAVY = ["tensorrt", "tensorrt_rtx", "onnxruntime", "onnxscript", "torchvision", "timm", "torch._dynamo", "torch.onnx"]
-OPTIONAL = ["tensorrt", "tensorrt_rtx", "onnxruntime", "openvino", "torchvision", "timm", "skimage", "PIL", "polygraphy"]
+OPTIONAL = [
+    "tensorrt",
+    "tensorrt_rtx",
+    "onnxruntime",
+    "openvino",
+    "torchvision",
+    "timm",
+    "skimage",
+    "PIL",
+    "polygraphy",
+]
 LIMIT_S = 0.3
 
 
