@@ -1,0 +1,315 @@
+"""From a calibrated module to one with quantize-dequantize nodes and int8 weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fx_passes.errors import QuantizationError, StageError
+from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer
+from fx_passes.node_meta import inherit_meta
+from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
+from fx_passes.quantize.decomposed import decomposed, is_dequantize
+from fx_passes.quantize.layer import Layer, layer_of
+from fx_passes.quantize.observers import Observer
+from fx_passes.quantize.prepare import OBSERVER_PREFIX, insertion_point, observers_of
+from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
+from fx_passes.quantize.weights import bias_scale, quantize_weight, raise_scale_for_bias, weight_scale
+
+__all__ = ["convert_fx"]
+
+
+def convert_fx(prepared: GraphModule) -> GraphModule:
+    """Replace observers by quantize-dequantize pairs, and float weights by int8 ones.
+
+    A layer at `<path>` becomes `function(dequantize(quantize(x)), dequantize(<path>.weight), <path>.bias)` with
+    `<path>.weight` int8 and `<path>.weight_scale` float32; for ONNX Runtime `<path>.bias` is int32 with
+    `<path>.bias_scale`. The scales and zero points of activations are constants of the graph.
+
+    Args:
+        prepared: from `prepare_calibration_fx`, after calibration, or from `prepare_qat_fx`, after training. It stays
+            as it is.
+
+    Returns:
+        A GraphModule that runs in PyTorch and gives the numbers of the lowered model (where its float part is fp32).
+
+    Raises:
+        StageError: not a prepared module, or one that saw no data.
+        QuantizationError: nothing in the model can be quantized for its target; the message says why.
+
+    Example:
+        >>> from fx_passes import prepare_calibration_fx
+        >>> prepared = prepare_calibration_fx(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).eval())
+        >>> _ = prepared(torch.rand(2, 3, 8, 8))
+        >>> convert_fx(prepared).get_buffer("0.weight").dtype
+        torch.int8
+    """
+    stage = prepared.meta.get("stage") if isinstance(prepared, GraphModule) else None
+    if stage == "prepared_qat":
+        from fx_passes.quantize.qat import calibrated_from_qat
+
+        prepared = calibrated_from_qat(prepared)
+    elif stage != "prepared":
+        raise StageError(
+            f"convert_fx got a graph at stage {stage!r}",
+            hint="call prepare_calibration_fx or prepare_qat_fx first, and run data through the result",
+        )
+    gm = copy_graph_module(prepared)
+    observers = observers_of(gm)
+    _remove_observers(gm.graph, set(observers))
+    _drop_unquantizable(gm.graph, observers)
+    if not any(a.quantized for node in gm.graph.nodes if (a := annotation_of(node)) is not None):
+        raise QuantizationError(
+            f"nothing in this model can be quantized for {gm.meta['target']!r}: {_reasons(gm.graph)}",
+            hint="lower it with precision='fp16' or 'fp32', or relax the quantization configuration",
+        )
+    qparams = {name: o.qparams() for name, o in observers.items() if o.seen_type is None}
+    _Conversion(gm, qparams).run()
+    gm.graph.lint()
+    gm.recompile()
+    gm.meta["stage"] = "converted"
+    return gm
+
+
+def _remove_observers(graph: Graph, names: set[str]) -> None:
+    targets = {f"{OBSERVER_PREFIX}.{name}" for name in names}
+    for node in list(graph.nodes):
+        if node.op == "call_module" and node.target in targets:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def _drop_unquantizable(graph: Graph, observers: dict[str, Observer]) -> None:
+    """Leave in float what calibration showed to work on integers, lists or the like."""
+    while True:
+        bad = {
+            v.node: observers[v.scale_of.name] for v in quantized_values(graph) if observers[v.scale_of.name].seen_type
+        }
+        if not bad:
+            return
+        for node, observer in bad.items():
+            for concerned in (node, *node.users):
+                annotation = annotation_of(concerned)
+                if annotation is not None and annotation.quantized:
+                    reason = f"the value of '{node.name}' is {observer.seen_type}, not a floating point tensor"
+                    concerned.meta["quantization"] = as_float(annotation, reason)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A quantized weight; `axis` is None and `scale` 0-dim where it has one scale."""
+
+    integers: Tensor
+    scale: Tensor
+    axis: int | None
+
+
+class _Conversion:
+    """One run of the conversion."""
+
+    def __init__(self, gm: GraphModule, qparams: dict[str, tuple[float, int]]):
+        self.gm, self.graph, self.qparams = gm, gm.graph, qparams
+        self.scheme: TargetScheme = target_scheme(gm.meta["target"])
+        self.layers: dict[Node, Layer] = {}
+        self.informative: dict[str, Tensor] = {}  # buffers that no node reads
+
+    def run(self) -> None:
+        for value in quantized_values(self.graph):
+            self._insert_pair(value.node, value.readers, *self.qparams[value.scale_of.name])
+        for node in self.graph.nodes:
+            annotation = annotation_of(node)
+            if annotation is not None and annotation.weight is not None:
+                layer = layer_of(self.gm, node)
+                if isinstance(layer, str):
+                    raise QuantizationError(f"its weight cannot be quantized: {layer}", node=node)
+                self.layers[node] = layer
+        for node, layer in self.layers.items():
+            # No longer calls of a module, so that its place can become a plain container of the quantized parameters.
+            node.op, node.target = "call_function", layer.function
+        weights = self._quantized_weights()
+        for node, layer in self.layers.items():
+            self._replace(node, layer, weights[_weight_key(node, layer)])
+        self._erase_dead_constants()
+        delete_unused(self.gm)
+        for path, buffer in self.informative.items():
+            set_buffer(self.gm, path, buffer)
+
+    def _insert_pair(self, node: Node, readers: tuple[Node, ...], scale: float, zero_point: int) -> Node:
+        """A quantize-dequantize pair behind `node`, which `readers` then read instead."""
+        ops, s = decomposed(), self.scheme.activation
+        with self.graph.inserting_after(insertion_point(node)):
+            args = (scale, zero_point, s.quant_min, s.quant_max, s.dtype)
+            q = self._call(ops.quantize_per_tensor.default, (node, *args), f"{node.name}_quantize", node)
+        with self.graph.inserting_after(q):
+            dq = self._call(ops.dequantize_per_tensor.default, (q, *args), f"{node.name}_dequantize", node)
+        for reader in readers:
+            reader.replace_input_with(node, dq)
+        return dq
+
+    def _quantized_weights(self) -> dict[Any, _Stored]:
+        """One entry for every distinct weight, whatever the number of its calls and names."""
+        scheme, stored = self.scheme.weight, {}
+        groups: dict[Any, list[Node]] = defaultdict(list)
+        for node, layer in self.layers.items():
+            groups[_weight_key(node, layer)].append(node)
+        for key, nodes in groups.items():
+            layer, annotation = self.layers[nodes[0]], annotation_of(nodes[0])
+            assert annotation is not None
+            axis = layer.axis if annotation.weight == "per_channel" else None
+            scale = self._scale(nodes[0], layer.weight, axis, annotation.weight_method)
+            for node in nodes:
+                scale = self._fit_bias(scale, self.layers[node])
+            stored[key] = _Stored(quantize_weight(layer.weight, scale, scheme, axis), scale, axis)
+        return stored
+
+    def _scale(self, node: Node, weight: Tensor, axis: int | None, method: str) -> Tensor:
+        try:
+            return weight_scale(weight, self.scheme.weight, axis, method)
+        except QuantizationError as error:
+            raise QuantizationError(error.what, node=node, hint=error.hint) from error
+
+    def _fit_bias(self, scale: Tensor, layer: Layer) -> Tensor:
+        input_scale = self._integer_bias_input(layer)
+        if input_scale is None:
+            return scale
+        return raise_scale_for_bias(scale, layer.bias, input_scale, layer.products, self.scheme.weight)
+
+    def _integer_bias_input(self, layer: Layer) -> float | None:
+        """The input's scale where the bias is stored as integers of input scale * weight scale, else None."""
+        if self.scheme.bias is None or not is_dequantize(layer.input):
+            return None
+        return float(layer.input.args[1])  # type: ignore[arg-type]
+
+    def _replace(self, node: Node, layer: Layer, weight: _Stored) -> None:
+        """Make `node` the functional form of `layer`, in place: it keeps its name."""
+        path = self._storage_path(layer)
+        with self.graph.inserting_before(node):
+            activation = self._padded(node, layer)
+            dequantized = self._weight(node, path, weight)
+            bias = self._bias(node, path, layer, weight)
+        node.args, node.kwargs = (activation, dequantized, bias, *layer.options), {}
+
+    def _padded(self, node: Node, layer: Layer) -> Node:
+        """The layer's input, padded with its own values if the module says so (which commutes with quantization)."""
+        if layer.pad is None:
+            return layer.input
+        padded = self._call(F.pad, (layer.input, *layer.pad), f"{node.name}_pad", node)
+        if not is_dequantize(layer.input):
+            return padded
+        scale, zero_point = layer.input.args[1:3]
+        return self._insert_pair(padded, (), scale, zero_point)  # type: ignore[arg-type]
+
+    def _weight(self, node: Node, path: str, weight: _Stored) -> Node:
+        set_buffer(self.gm, _join(path, "weight"), weight.integers)
+        integers = self._get(_join(path, "weight"), node)
+        s, name = self.scheme.weight, f"{integers.name}_dequantize"
+        limits = (s.quant_min, s.quant_max, s.dtype)
+        if weight.axis is None:
+            # The exporters know this op with a constant scale only; the buffer is kept to be read by people.
+            self.informative[_join(path, "weight_scale")] = weight.scale
+            args = (integers, float(weight.scale), 0, *limits)
+            return self._call(decomposed().dequantize_per_tensor.default, args, name, node)
+        set_buffer(self.gm, _join(path, "weight_scale"), weight.scale)
+        scale = self._get(_join(path, "weight_scale"), node)
+        args = (integers, scale, None, weight.axis, *limits)
+        return self._call(decomposed().dequantize_per_channel.default, args, name, node)
+
+    def _bias(self, node: Node, path: str, layer: Layer, weight: _Stored) -> Node | None:
+        if layer.bias is None:
+            return None
+        input_scale = self._integer_bias_input(layer)
+        if input_scale is None or weight.axis is None:
+            set_buffer(self.gm, _join(path, "bias"), layer.bias)
+            return self._get(_join(path, "bias"), node)
+        s: QuantScheme = self.scheme.bias  # type: ignore[assignment]
+        scale = bias_scale(weight.scale, input_scale)
+        name = self._free_bias_name(path, scale)
+        # In float64: an int32 has more digits than a float32.
+        integers = torch.round(layer.bias.double() / scale.double()).clamp(s.quant_min, s.quant_max).to(s.dtype)
+        set_buffer(self.gm, _join(path, name), integers)
+        set_buffer(self.gm, _join(path, f"{name}_scale"), scale)
+        stored = self._get(_join(path, name), node)
+        args = (stored, self._get(_join(path, f"{name}_scale"), node), None, 0, s.quant_min, s.quant_max, s.dtype)
+        return self._call(decomposed().dequantize_per_channel.default, args, f"{stored.name}_dequantize", node)
+
+    def _free_bias_name(self, path: str, scale: Tensor) -> str:
+        """ "bias", or "bias_2" and so on for further calls of a layer, whose inputs have scales of their own."""
+        number = 1
+        while True:
+            name = "bias" if number == 1 else f"bias_{number}"
+            taken = _lookup(self.gm, _join(path, f"{name}_scale"))
+            if taken is None or torch.equal(taken, scale):
+                return name
+            number += 1
+
+    def _storage_path(self, layer: Layer) -> str:
+        """Where the quantized parameters go: the layer's path, unless float tensors of that name are still read."""
+        path = layer.path
+        while any(self._read_elsewhere(_join(path, name)) for name in ("weight", "bias")):
+            path += "_int8"
+        return path
+
+    def _read_elsewhere(self, target: str) -> bool:
+        nodes = self.graph.find_nodes(op="get_attr", target=target, sort=False)
+        tensor = _lookup(self.gm, target)
+        if not nodes or tensor is None or not tensor.is_floating_point():
+            return False
+        return any(user not in self.layers for node in nodes for user in node.users)
+
+    def _erase_dead_constants(self) -> None:
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
+
+    def _get(self, target: str, like: Node) -> Node:
+        existing = [n for n in self.graph.find_nodes(op="get_attr", target=target) if n < like and n.meta.get("stored")]
+        if existing:
+            return existing[0]
+        node = inherit_meta(self.graph.get_attr(target), like)
+        node.meta["stored"] = True
+        return node
+
+    def _call(self, target: Any, args: tuple[Any, ...], name: str, like: Node) -> Node:
+        return inherit_meta(self.graph.create_node("call_function", target, args, {}, name=name), like)
+
+
+def _weight_key(node: Node, layer: Layer) -> Any:
+    annotation = annotation_of(node)
+    assert annotation is not None
+    weight = layer.weight
+    return (
+        weight.data_ptr(),
+        tuple(weight.shape),
+        weight.stride(),
+        layer.axis,
+        annotation.weight,
+        annotation.weight_method,
+    )
+
+
+def _lookup(gm: GraphModule, path: str) -> Tensor | None:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _reasons(graph: Graph) -> str:
+    """The reasons of the ops that might have been quantized, for an error message."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        annotation = annotation_of(node)
+        if annotation is not None and node.op not in ("placeholder", "get_attr", "output"):
+            found[f"'{node.name}' is float: {annotation.reason}"] = None
+    shown = list(found)[:5]
+    return "; ".join(shown) + (f"; and {len(found) - 5} more" if len(found) > 5 else "") if shown else "it has no ops"

@@ -1,0 +1,189 @@
+"""Observers: modules that watch one value during calibration and give its range.
+
+An observer returns its input unchanged. All of them are exact under any split of the data into batches: the same
+samples give the same range, whatever the batch sizes were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fx_passes.errors import CalibrationError, StageError
+from fx_passes.quantize.scheme import QuantScheme, affine_qparams, symmetric_scales
+
+__all__ = ["OBSERVERS", "MinMaxObserver", "MovingAverageObserver", "Observer"]
+
+
+class Observer(nn.Module):
+    """Base of the observers.
+
+    Args:
+        scheme: the integer format that the range is for.
+        axis: channel axis for one range per channel; None for one range.
+        name: the graph node whose value is watched, for messages.
+        where: that node described with its source line, for messages.
+
+    Buffers:
+        low, high: float32, 0-dim or (channels,); +inf and -inf until something was seen.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, scheme: QuantScheme, axis: int | None = None, name: str = "", where: str = ""):
+        super().__init__()
+        self.scheme, self.axis, self.name, self.where = scheme, axis, name, where
+        self.enabled = True
+        self.seen_type: str | None = None  # of a value that has no range: an integer tensor, a list
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.tensor(float("-inf")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.enabled:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                if x.numel():
+                    with torch.no_grad():
+                        self.observe(x.detach())
+            else:
+                self.seen_type = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        return x
+
+    def observe(self, x: Tensor) -> None:
+        """Take in one value: any shape, floating point, not empty."""
+        raise NotImplementedError
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a floating point value was seen."""
+        return bool((self.low <= self.high).all())
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """Lowest and highest value to represent, float32.
+
+        Raises:
+            StageError: nothing was observed.
+        """
+        if not self.calibrated:
+            raise StageError(
+                f"the value of {self._called()} was never observed",
+                hint="run calibration batches through the prepared module before convert_fx",
+            )
+        return self.low, self.high
+
+    def qparams(self) -> tuple[float, int]:
+        """Scale and zero point of a per-tensor range."""
+        low, high = self.range()
+        return affine_qparams(float(low), float(high), self.scheme)
+
+    def scales(self) -> Tensor:
+        """Scales of a symmetric range, float32, with the shape of `range()`."""
+        low, high = self.range()
+        return symmetric_scales(torch.maximum(-low, high), self.scheme)
+
+    def merged(self, others: Sequence[Observer]) -> Observer:
+        """A new observer of the same kind that has seen what this one and `others` have."""
+        result = copy.deepcopy(self)
+        for other in others:
+            result._absorb(other)
+        return result
+
+    def _absorb(self, other: Observer) -> None:
+        self.low = torch.minimum(self.low, other.low)
+        self.high = torch.maximum(self.high, other.high)
+
+    def synchronize(self, group: object | None = None) -> None:
+        """Merge with the same observer on the other ranks of a `torch.distributed` group (collective call)."""
+        import torch.distributed as dist
+
+        dist.all_reduce(self.low, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(self.high, dist.ReduceOp.MAX, group=group)
+
+    def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Minimum and maximum of `x` in float32, per channel if there is an axis.
+
+        Raises:
+            CalibrationError: NaN or infinity in `x`, naming the value.
+        """
+        if self.axis is None:
+            low, high = torch.aminmax(x)
+        else:
+            channels = x.movedim(self.axis, 0).reshape(x.shape[self.axis], -1)
+            # amin and amax: aminmax over a dimension is some twenty times slower on the CPU.
+            low, high = channels.amin(1), channels.amax(1)
+        low, high = low.float(), high.float()
+        if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+            found = "NaN" if bool((low.isnan() | high.isnan()).any()) else "infinity"
+            raise CalibrationError(
+                f"{found} in the value of {self._called()} during calibration",
+                hint="look for bad samples in the calibration data, or for an overflow in the layers before this one",
+            )
+        return low, high
+
+    def _called(self) -> str:
+        return self.where or (f"'{self.name}'" if self.name else "an observed tensor")
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {str(self.scheme.dtype).removeprefix('torch.')}" + (
+            f", axis={self.axis}" if self.axis is not None else ""
+        )
+
+
+class MinMaxObserver(Observer):
+    """The smallest and the largest value seen."""
+
+    def observe(self, x: Tensor) -> None:
+        low, high = self._extrema(x)
+        self.low = torch.minimum(self.low.to(low.device), low)
+        self.high = torch.maximum(self.high.to(high.device), high)
+
+
+class MovingAverageObserver(Observer):
+    """Mean over the samples (dimension 0) of each sample's minimum and maximum.
+
+    A plain mean up to 1/`rate` samples, an exponential moving average after: sample n has weight max(1/n, `rate`) when
+    it comes. Counting samples and not batches makes the result independent of the batch sizes.
+    """
+
+    count: Tensor
+
+    def __init__(
+        self, scheme: QuantScheme, axis: int | None = None, name: str = "", where: str = "", rate: float = 0.01
+    ):
+        super().__init__(scheme, axis, name, where)
+        self.rate = rate
+        self.register_buffer("count", torch.tensor(0, dtype=torch.int64))
+
+    def observe(self, x: Tensor) -> None:
+        for sample in x.unbind(0) if x.dim() > 1 and self.axis != 0 else (x,):
+            low, high = self._sample_extrema(sample, x.dim())
+            self.count = self.count + 1
+            if int(self.count) == 1:
+                self.low, self.high = low, high
+                continue
+            weight = max(1.0 / int(self.count), self.rate)
+            self.low = torch.lerp(self.low, low, weight)
+            self.high = torch.lerp(self.high, high, weight)
+
+    def _sample_extrema(self, sample: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        return self._extrema(sample if sample.dim() == rank else sample.unsqueeze(0))
+
+    def synchronize(self, group: object | None = None) -> None:
+        """Mean of the ranks' averages, weighted by their numbers of samples."""
+        import torch.distributed as dist
+
+        total = self.count.clone()
+        dist.all_reduce(total, group=group)
+        for name in ("low", "high"):
+            share = torch.where(self.count > 0, getattr(self, name), torch.zeros_like(getattr(self, name)))
+            share = share * self.count
+            dist.all_reduce(share, group=group)
+            setattr(self, name, share / total)
+        self.count = total
+
+
+OBSERVERS: dict[str, type[Observer]] = {"minmax": MinMaxObserver, "moving_average": MovingAverageObserver}
+"""Observers by the name that a configuration uses."""

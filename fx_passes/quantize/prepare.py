@@ -1,0 +1,157 @@
+"""From a float model to one with observers in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fx_passes.errors import InputError, StageError
+from fx_passes.graph_module import set_submodule
+from fx_passes.node_meta import describe, inherit_meta
+from fx_passes.quantize.annotation import Annotation, annotation_of, quantized_values
+from fx_passes.quantize.observers import OBSERVERS, Observer
+from fx_passes.quantize.placement import annotate
+from fx_passes.quantize.qconfig import QConfig
+from fx_passes.quantize.scheme import target_scheme
+
+__all__ = [
+    "OBSERVER_PREFIX",
+    "fused_float",
+    "insertion_point",
+    "observers_of",
+    "prepare_calibration_fx",
+    "record_example",
+]
+
+OBSERVER_PREFIX = "observers"
+DEFAULT_OBSERVER = "minmax"
+
+
+def prepare_calibration_fx(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    target: str = "tensorrt-rtx",
+    qconfig: QConfig | Mapping[Any, Any] | None = None,
+) -> GraphModule:
+    """A module with an observer at every value that the target wants in int8; run calibration data through it.
+
+    Args:
+        model: a float module (an eval copy of it is traced, made free of in-place ops, and fused), or a graph of one
+            that was traced in eval mode. It stays as it is; the result shares its tensors.
+        example_inputs: what a later lowering takes as its example: a tensor, a tuple of arguments or a dict of keyword
+            arguments. None: the first inputs that the module is called with.
+        target: "tensorrt", "tensorrt-rtx" or "onnxruntime".
+        qconfig: what to do otherwise, and where (see `QConfig`).
+
+    Returns:
+        A GraphModule that computes what the float model does. Its observers are under `observers.<node name>`.
+
+    Raises:
+        StageError: the graph was traced in train mode, or is prepared or converted already.
+        InputError: unknown target, or a configuration that names what is not there.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        >>> prepared = prepare_calibration_fx(model, target="onnxruntime")
+        >>> _ = prepared(torch.rand(2, 3, 8, 8))
+        >>> sorted(name for name, _ in prepared.observers.named_children())
+        ['_1', 'input_1']
+    """
+    scheme = target_scheme(target)
+    gm = annotate(fused_float(model), target, qconfig)
+    for value in quantized_values(gm.graph):
+        if value.scale_of is value.node:
+            observer = _observer_for(value.node, value.readers, scheme.activation)
+            _insert(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
+    gm.graph.lint()
+    gm.recompile()
+    gm.meta["stage"] = "prepared"
+    record_example(gm, example_inputs)
+    return gm
+
+
+def fused_float(model: nn.Module) -> GraphModule:
+    """The fused eval graph of `model`, whatever float stage it is at."""
+    from fx_passes.functional import functionalize
+    from fx_passes.fuse import fuse_fx
+
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
+    if not isinstance(model, GraphModule):
+        return fuse_fx(model)
+    stage = model.meta.get("stage", "traced")
+    if stage in ("prepared", "prepared_qat", "converted"):
+        raise StageError(f"this graph is already {stage}", hint="start from the float model")
+    if model.meta.get("training", model.training):
+        raise StageError(
+            f"the graph of '{type(model).__name__}' was traced in train mode",
+            hint="call model.eval() before trace(); a graph keeps the branches it was traced with",
+        )
+    if stage == "traced":
+        model = functionalize(model)
+    return model if stage == "fused" else fuse_fx(model)
+
+
+def observers_of(gm: GraphModule) -> dict[str, Observer]:
+    """The observers of a prepared module by the name of the node that they watch."""
+    return {
+        str(node.target).removeprefix(f"{OBSERVER_PREFIX}."): gm.get_submodule(str(node.target))  # type: ignore[misc]
+        for node in gm.graph.nodes
+        if node.op == "call_module" and str(node.target).startswith(f"{OBSERVER_PREFIX}.")
+    }
+
+
+def record_example(gm: GraphModule, example_inputs: Any) -> None:
+    """Keep `example_inputs` in `gm.meta`, or arrange for the first inputs that `gm` is called with to be kept."""
+    if example_inputs is not None:
+        gm.meta["example_inputs"] = (
+            example_inputs
+            if isinstance(example_inputs, (tuple, dict))
+            else tuple(example_inputs)
+            if isinstance(example_inputs, list)
+            else (example_inputs,)
+        )
+    elif "example_inputs" not in gm.meta:
+        gm.register_forward_pre_hook(_record_first, with_kwargs=True)
+
+
+def _record_first(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    meta: dict[str, Any] = gm.meta  # type: ignore[assignment]
+    if "example_inputs" in meta:
+        return
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+    if args and kwargs:
+        kwargs = dict(inspect.signature(gm.forward).bind(*args, **kwargs).arguments)
+    meta["example_inputs"] = kwargs or args
+
+
+def insertion_point(node: Node) -> Node:
+    """Where something computed from `node` may stand: after it, and after all placeholders."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _observer_for(node: Node, readers: tuple[Node, ...], scheme: Any) -> Observer:
+    """The observer that the configuration of the value's producer asks for, else that of its first reader."""
+    wishes = [annotation_of(node), *(annotation_of(reader) for reader in readers)]
+    name = next((w.observer for w in wishes if isinstance(w, Annotation) and w.observer), DEFAULT_OBSERVER)
+    return OBSERVERS[name](scheme, name=node.name, where=describe(node))
+
+
+def _insert(gm: GraphModule, node: Node, readers: tuple[Node, ...], path: str, module: nn.Module) -> Node:
+    """Put `module` between `node` and `readers`."""
+    set_submodule(gm, path, module)
+    with gm.graph.inserting_after(insertion_point(node)):
+        new = gm.graph.call_module(path, (node,))
+    inherit_meta(new, node)
+    for reader in readers:
+        if reader is not new:
+            reader.replace_input_with(node, new)
+    return new

@@ -1,0 +1,116 @@
+"""Weights and biases to integers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fx_passes.errors import QuantizationError
+from fx_passes.quantize.scheme import QuantScheme, symmetric_scales
+
+__all__ = [
+    "Granularity",
+    "bias_scale",
+    "channel_sqnr",
+    "dequantize_weight",
+    "quantize_weight",
+    "raise_scale_for_bias",
+    "weight_scale",
+]
+
+Granularity = Literal["per_channel", "per_tensor"]
+
+_TINY = torch.finfo(torch.float32).tiny
+_MSE_CANDIDATES = torch.linspace(0.4, 1.0, 31).tolist()
+
+
+def weight_scale(weight: Tensor, scheme: QuantScheme, axis: int | None, method: str = "minmax") -> Tensor:
+    """Scales of a weight, float32: shape (channels,) along `axis`, 0-dim if `axis` is None.
+
+    Args:
+        method: "minmax", or "mse": the fraction of the magnitude that gives the least squared error.
+
+    Raises:
+        QuantizationError: NaN or infinity in the weight.
+    """
+    rows = _rows(weight, axis)
+    bound = rows.abs().amax(1)
+    if not bool(torch.isfinite(bound).all()):
+        raise QuantizationError("a weight holds NaN or infinity", hint="check the checkpoint that was loaded")
+    if method == "mse":
+        bound = _least_error_bound(rows, bound, scheme)
+    elif method != "minmax":
+        raise QuantizationError(f"unknown weight observer {method!r}", hint='use "minmax" or "mse"')
+    scale = symmetric_scales(bound, scheme)
+    return scale if axis is not None else scale.reshape(())
+
+
+def _least_error_bound(rows: Tensor, bound: Tensor, scheme: QuantScheme) -> Tensor:
+    best, least = bound, torch.full_like(bound, float("inf"))
+    for fraction in _MSE_CANDIDATES:
+        scale = symmetric_scales(bound * fraction, scheme).unsqueeze(1)
+        rounded = torch.clamp(torch.round(rows / scale), scheme.quant_min, scheme.quant_max) * scale
+        error = (rounded - rows).square().sum(1)
+        best, least = torch.where(error <= least, bound * fraction, best), torch.minimum(error, least)
+    return best
+
+
+def quantize_weight(weight: Tensor, scale: Tensor, scheme: QuantScheme, axis: int | None) -> Tensor:
+    """Integers of `weight`, in `scheme.dtype`; the arithmetic of `quantized_decomposed.quantize_per_channel`."""
+    inverse = (1.0 / scale).reshape(_broadcast(weight, axis))
+    return torch.clamp(torch.round(weight.float() * inverse), scheme.quant_min, scheme.quant_max).to(scheme.dtype)
+
+
+def dequantize_weight(integers: Tensor, scale: Tensor, axis: int | None) -> Tensor:
+    """The float32 weight that the integers stand for."""
+    return integers.float() * scale.reshape(_broadcast(integers, axis))
+
+
+def channel_sqnr(weight: Tensor, scheme: QuantScheme, axis: int, granularity: Granularity) -> Tensor:
+    """Expected signal to quantization noise of every channel in dB, shape (channels,); -inf for a channel of zeros.
+
+    Rounding errors are taken as uniform over one step s, so with a mean square of s^2 / 12 (Widrow's model): two
+    passes over the weight instead of quantizing it.
+    """
+    scale = weight_scale(weight, scheme, axis if granularity == "per_channel" else None)
+    rows = _rows(weight, axis)
+    mean_square = torch.linalg.vector_norm(rows, dim=1).square() / rows.shape[1]
+    return 10.0 * torch.log10(12.0 * mean_square / scale.square())
+
+
+def raise_scale_for_bias(
+    scale: Tensor, bias: Tensor | None, input_scale: float, products: int, weight_scheme: QuantScheme
+) -> Tensor:
+    """Per-channel weight scales at which an int32 bias fits beside the sum of products.
+
+    The bias is stored in steps of input_scale * scale. Vanishing weights make that step so small that the integer
+    would overflow (microsoft/onnxruntime #22020): the scale of such a channel is raised, which costs it nothing, as
+    its weights are far below its bias.
+
+    Args:
+        scale: (channels,) float32.
+        bias: (channels,) float32 or None.
+        input_scale: scale of the layer's input, whose integers are below 256.
+        products: products summed up per output value.
+    """
+    most = max(2**31 - 1 - 256 * weight_scheme.quant_max * products, 2**24)
+    lowest = torch.full_like(scale, _TINY / input_scale)
+    if bias is not None:
+        lowest = torch.maximum(lowest, bias.float().abs() / (input_scale * most))
+    # A hair more, as the quotient is rounded.
+    return torch.maximum(scale, lowest * (1.0 + 2.0**-20))
+
+
+def bias_scale(scale: Tensor, input_scale: float) -> Tensor:
+    """The step of an int32 bias, float32, with the shape of the weight's `scale`."""
+    return scale * input_scale
+
+
+def _rows(weight: Tensor, axis: int | None) -> Tensor:
+    return weight.reshape(1, -1) if axis is None else weight.movedim(axis, 0).reshape(weight.shape[axis], -1)
+
+
+def _broadcast(weight: Tensor, axis: int | None) -> list[int]:
+    return [-1 if i == axis else 1 for i in range(weight.dim())]
