@@ -48,6 +48,18 @@ ENGINE = {
     "activation_bytes": 70_200_000,
     "weight_bytes": 25_800_000,
     "engine_bytes": 26_100_000,
+    "rows": [
+        {
+            "name": "conv1_myl0_1",
+            "kind": "correlation",
+            "modules": ["layer1.0.conv1"],
+            "sources": ["net.py:3"],
+            "inputs": ["Int8[1,3,8,8]"],
+            "outputs": ["Half[1,4,6,6]"],
+            "bytes": 480,
+            "int8": True,
+        }
+    ],
 }
 
 
@@ -89,6 +101,7 @@ def test_a_page_holds_what_was_found():
     assert {"A <page>", "one segment & <more>", "depthwise <costs> more", "net.py:9", "2 threads"} <= set(page.texts)
     assert "1 of 2 convolutions and matrix products take int8." in page.texts
     assert "57" in page.texts  # the fp16 twin's kernels
+    assert {"layer1.0.conv1", "Half[1,4,6,6]", "correlation (int8)"} <= set(page.texts)
     assert "svg" in page.tags
 
 
@@ -100,6 +113,8 @@ def test_bars_are_scaled_to_the_longest():
 
 def test_float_lowerings_have_no_coverage():
     segment = {**report()["segments"][0], "ops": [], "float_twin": None, "engines": [{"ops": {"Conv": 2}}]}
+    portable = {**report()["segments"][0], "engines": [{**ENGINE, "compute_capabilities": None, "rows": []}]}
+    assert "any (portable)" in Page(render_report([Lowering("n", "s", report(segments=[portable]))], title="t")).texts
     page = Page(render_report([Lowering("net", "s", report(segments=[segment], fallbacks=[]))], title="t"))
     assert not any("take int8" in text for text in page.texts)
     assert "Stays in Python" not in page.texts
