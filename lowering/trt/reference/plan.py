@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fx_passes.errors import InputError, LoweringError
+from fx_passes.errors import InputError
 from lowering.trt.reference import control, dtypes
 from lowering.trt.reference.errors import ExecutionError, InferenceMismatchError
 from lowering.trt.reference.kernel import Kernel, Layer
@@ -75,6 +75,8 @@ class Plan:
         network: the network.
         outputs: names of the tensors wanted.
         given: names of the tensors whose values will be supplied; what only they depend on is not computed.
+        producers: of the network, where they are at hand already.
+        assertions: whether the network's assertions are checked too.
 
     Attributes:
         needs: those of `given` that the outputs depend on.
@@ -84,14 +86,24 @@ class Plan:
         InferenceMismatchError: a layer whose type disagrees with NVIDIA's inference.
     """
 
-    def __init__(self, network: NetworkRecord, outputs: Sequence[str], given: Iterable[str]):
+    def __init__(
+        self,
+        network: NetworkRecord,
+        outputs: Sequence[str],
+        given: Iterable[str],
+        producers: control.Producers | None = None,
+        *,
+        assertions: bool = False,
+    ):
         self.network = network
         self.outputs = tuple(outputs)
         given = frozenset(given)
         for name in self.outputs:
             if name not in network.tensors:
                 raise InputError(f"the network has no tensor {name!r}", hint="names are in ReferenceNetwork.tensors")
-        units = _order(control.units(network), self.outputs, given)
+        producers = producers or control.Producers(network)
+        extra = producers.assertions() if assertions else ()
+        units = control.order(producers, self.outputs, given, extra=extra)
         self.constants: dict[str, torch.Tensor] = {}
         self.steps: list[Step] = []
         for unit in units:
@@ -148,30 +160,3 @@ def _compile(unit: control.Unit, network: NetworkRecord) -> Kernel:
             f"layer {unit.layer.name!r} ({unit.layer.type}) gives the types {kernel.dtypes}, TensorRT infers {inferred}"
         )
     return kernel
-
-
-def _order(producers: Mapping[str, control.Unit], outputs: Sequence[str], given: frozenset[str]) -> list[control.Unit]:
-    """The units that the outputs need, each after those it depends on."""
-    order: list[control.Unit] = []
-    done: set[int] = set()
-    stack: list[tuple[str, bool]] = [(name, False) for name in reversed(outputs)]
-    open_units: set[int] = set()
-    while stack:
-        name, expanded = stack.pop()
-        if name in given:
-            continue
-        unit = producers.get(name)
-        if unit is None:
-            raise InputError(f"no layer produces tensor {name!r}, and no value was given for it")
-        if id(unit) in done:
-            continue
-        if expanded:
-            done.add(id(unit))
-            order.append(unit)
-            continue
-        if id(unit) in open_units:
-            raise LoweringError(f"tensor {name!r} depends on itself")
-        open_units.add(id(unit))
-        stack.append((name, True))
-        stack.extend((needed, False) for needed in reversed(unit.inputs) if needed is not None)
-    return order

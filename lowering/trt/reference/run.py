@@ -96,7 +96,8 @@ class ReferenceNetwork:
     def _plan(self, outputs: tuple[str, ...], given: frozenset[str]) -> Plan:
         key = (outputs, given)
         if key not in self._plans:
-            self._plans[key] = Plan(self.record, outputs, given)
+            whole = outputs == self.record.outputs and given == frozenset(self.record.inputs)
+            self._plans[key] = Plan(self.record, outputs, given, assertions=whole)
         return self._plans[key]
 
     def _given(self, inputs: Sequence[torch.Tensor], overrides: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

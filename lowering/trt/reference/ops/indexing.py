@@ -25,7 +25,7 @@ def gather(layer: Layer) -> Kernel:
         index = _wrapped(indices, data.shape[axis])
         if batch_dims == 0:
             picked = data.index_select(axis, index.reshape(-1))
-            return picked.reshape(*data.shape[:axis], *index.shape, *data.shape[axis + 1 :])
+            return picked.reshape(data.shape[:axis] + index.shape + data.shape[axis + 1 :])
         moved = data.movedim(axis, 1)  # (batch, axis, rest)
         rows = torch.arange(data.shape[0]).reshape(-1, *(1,) * (index.ndim - 1))
         picked = moved[rows, index]  # (batch, *index dims, *rest)

@@ -142,9 +142,11 @@ def unsqueeze(layer: Layer) -> Kernel:
 
 
 def squeeze(layer: Layer) -> Kernel:
-    """Inputs: data, axes (1-D) in the input."""
+    """Inputs: data, axes (1-D) in the input; without axes, every dimension of size 1 goes."""
 
-    def run(x: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor, axes: torch.Tensor | None = None) -> torch.Tensor:
+        if axes is None:
+            return x.squeeze()
         for axis in sorted((a % x.ndim for a in axes.reshape(-1).tolist()), reverse=True):
             if x.shape[axis] != 1:
                 raise ValueError(f"dimension {axis} has size {x.shape[axis]}, not 1")
