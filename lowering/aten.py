@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-__all__ = ["AtenProgram", "TensorSpec", "WriteBack", "cast_float_part", "to_aten"]
+__all__ = ["AtenProgram", "TensorSpec", "WriteBack", "cast_float_part", "output_values", "to_aten"]
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,24 @@ class AtenProgram:
 
     def output_nodes(self) -> list[Node]:
         """The nodes of the outputs, in the order of `outputs`."""
-        return list(self.graph.output_node().args[0])
+        return output_values(self.graph)
 
     def call_nodes(self) -> Iterator[Node]:
         """Everything that computes, in order."""
         return (n for n in self.graph.nodes if n.op == "call_function")
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the program in torch on `inputs` (with the current value of `buffer_inputs` last). For tests and tools."""
+        """Run the program in torch, for tests and tools. `inputs` end with the current values of `buffer_inputs`."""
         lifted = [value for _, value in self.constants.values()]
         with torch.no_grad():
             return tuple(
                 torch.fx.Interpreter(self.exported.graph_module).run(*lifted, *inputs, enable_io_processing=False)
             )
+
+
+def output_values(graph: torch.fx.Graph) -> list[Node]:
+    """The nodes that an exported graph returns."""
+    return list(cast("tuple[Node, ...]", graph.output_node().args[0]))
 
 
 def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> AtenProgram:

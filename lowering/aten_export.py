@@ -39,6 +39,7 @@ def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tupl
     marked = _with_export_meta(segment)
     with _quiet_torch(), torch.no_grad():
         exported = _export(marked, inputs, example, segment)
+        functionalize_fresh(exported.graph)
         if not is_functional(exported.graph_module):
             try:
                 exported = exported.run_decompositions({})
@@ -57,6 +58,48 @@ def is_functional(gm: GraphModule) -> bool:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             return False
     return True
+
+
+def functionalize_fresh(graph: Graph) -> None:
+    """Make in-place ops on values that nothing else shares memory with out-of-place ops.
+
+    Such a value comes from an op that returns new memory, and no op that returns a view reads it, so that the mutation
+    can be seen through this value alone: its later users read the new one. Anything else stays for
+    `run_decompositions`. (`nn.ReLU(inplace=True)` inside a module that tracing did not enter is the usual case.)
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or (twin := _out_of_place(node)) is None:
+            continue
+        value = node.args[0]
+        later = [user for user in value.users if position[user] > position[node]]
+        node.target = twin
+        for user in later:
+            user.replace_input_with(value, node)
+
+
+def _out_of_place(node: Node) -> torch._ops.OpOverload | None:
+    """The out-of-place twin of an in-place op on a value of its own, or None."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable or op.namespace != "aten":
+        return None
+    name = op._schema.name.split("::")[1]
+    twin = getattr(getattr(torch.ops.aten, name[:-1], None), op._overloadname, None) if name.endswith("_") else None
+    value: Any = node.args[0]
+    if twin is None or not isinstance(value, Node) or not (_is_fresh(value) and _is_fresh(node)):
+        return None
+    dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
+    return twin if len(dtypes) == 1 else None  # in place keeps the dtype, out of place would promote
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether the node's memory is new (or its in-place op's input's was) and no view of it is taken."""
+    ops = [node.target, *(user.target for user in node.users if user.op != "output")]
+    return node.op == "call_function" and not any(
+        not isinstance(op, torch._ops.OpOverload)
+        or any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
+        for op in ops
+    )
 
 
 def _check_example(inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> None:
@@ -84,8 +127,9 @@ def _check_example(inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> Non
 def _with_export_meta(segment: GraphModule) -> GraphModule:
     """A copy of the graph over the same state, whose nodes carry through export where they come from."""
     graph = Graph()
-    graph.output(graph.graph_copy(segment.graph, val_map := {}))
-    for old, new in val_map.items():
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(segment.graph, copies))  # type: ignore[arg-type]
+    for old, new in copies.items():
         custom = {"fx_node": old.name}
         for key in ("source", "module_path"):
             if old.meta.get(key) is not None:

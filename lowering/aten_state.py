@@ -5,13 +5,13 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from lowering.aten import AtenProgram, TensorSpec, WriteBack
+from lowering.aten import AtenProgram, TensorSpec, WriteBack, output_values
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -113,10 +113,10 @@ class LiftedState:
         return signature.input_specs, signature.output_specs
 
     def _buffers_as_inputs(self, inputs: list[TensorSpec]) -> list[str]:
-        """A buffer that the program mutates has another value at each call: it becomes an input, after the others."""
+        """A buffer that the program mutates has another value at each call: if read, it is an input, after the others."""
         graph = self.gm.graph
         last = graph.find_nodes(op="placeholder")[-1]
-        found = [n for n in self._fqn if self._fqn[n] in self.mutated]
+        found = [n for n in self._fqn if self._fqn[n] in self.mutated and n.users]
         fqns = []
         for node in found:
             fqns.append(self._fqn[node])
@@ -133,14 +133,15 @@ class LiftedState:
 
         output = self.gm.graph.output_node()
         user_names = [s.arg.name for s in input_specs if s.kind is InputKind.USER_INPUT]
-        results, mutations = [], []
-        for node, spec in zip(output.args[0], output_specs, strict=True):
+        results: list[Node] = []
+        mutations: list[tuple[Node, Literal["input", "buffer"], int | str]] = []
+        for node, spec in zip(output_values(self.gm.graph), output_specs, strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
                 results.append(node)
             elif spec.kind is OutputKind.BUFFER_MUTATION:
-                mutations.append((node, "buffer", spec.target))
+                mutations.append((node, "buffer", str(spec.target)))
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-                mutations.append((node, "input", user_names.index(spec.target)))
+                mutations.append((node, "input", user_names.index(str(spec.target))))
             else:
                 raise TypeError(f"an output of kind {spec.kind} cannot be carried")
         output.args = ((*results, *(node for node, _, _ in mutations)),)
@@ -148,30 +149,29 @@ class LiftedState:
 
     def _rebuild(self, user_nodes: list[Node]) -> ExportedProgram:
         from torch.export import ExportedProgram
-        from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
-        from torch.export.graph_signature import TensorArgument
+        from torch.export import graph_signature as sig
 
         graph = self.gm.graph
         state: dict[str, Tensor] = {}
         input_specs = []
         for node in graph.find_nodes(op="placeholder"):
-            argument = TensorArgument(node.name)
+            argument = sig.TensorArgument(node.name)
             if node not in self._fqn:
-                input_specs.append(InputSpec(InputKind.USER_INPUT, argument, None))
+                input_specs.append(sig.InputSpec(sig.InputKind.USER_INPUT, argument, None))
                 continue
             fqn, value = self._fqn[node], self._value[node]
             state[fqn] = value
             if isinstance(value, nn.Parameter):
-                input_specs.append(InputSpec(InputKind.PARAMETER, argument, fqn))
+                input_specs.append(sig.InputSpec(sig.InputKind.PARAMETER, argument, fqn))
             else:
-                input_specs.append(InputSpec(InputKind.BUFFER, argument, fqn, persistent=True))
-        results = graph.output_node().args[0]
-        output_specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in results]
+                input_specs.append(sig.InputSpec(sig.InputKind.BUFFER, argument, fqn, persistent=True))
+        results = output_values(graph)
+        output_specs = [sig.OutputSpec(sig.OutputKind.USER_OUTPUT, sig.TensorArgument(n.name), None) for n in results]
         graph.lint()
         return ExportedProgram(
             root=self.gm,
             graph=graph,
-            graph_signature=ExportGraphSignature(input_specs, output_specs),
+            graph_signature=sig.ExportGraphSignature(input_specs, output_specs),
             state_dict=state,
             range_constraints=self.exported.range_constraints,
             module_call_graph=_module_calls(len(user_nodes), len(results)),
@@ -196,7 +196,7 @@ def _copy_unowned_outputs(graph: torch.fx.Graph) -> None:
     output = graph.output_node()
     seen: set[Node] = set()
     results = []
-    for node in output.args[0]:
+    for node in output_values(graph):
         if node.op == "placeholder" or node in seen:
             with graph.inserting_before(output):
                 copy = graph.call_function(aten.clone.default, (node,))
@@ -209,7 +209,7 @@ def _copy_unowned_outputs(graph: torch.fx.Graph) -> None:
 
 def _name_outputs(graph: torch.fx.Graph, segment: GraphModule, taken: set[str], n_writebacks: int) -> list[str]:
     """The names of the segment's output nodes, made distinct; write-backs are named after what made them."""
-    results = graph.output_node().args[0]
+    results = output_values(graph)
     given = [n.name for n in _flat(segment.graph.output_node().args[0])]
     labels = given + [f"{n.meta.get('fx_node', n.name)}_new" for n in results[len(given) :]]
     names = []
@@ -221,7 +221,7 @@ def _name_outputs(graph: torch.fx.Graph, segment: GraphModule, taken: set[str], 
     return names
 
 
-def _flat(value: Node | Iterable) -> list[Node]:
+def _flat(value: Any) -> list[Node]:
     return [value] if isinstance(value, Node) else [n for item in value for n in _flat(item)]
 
 
