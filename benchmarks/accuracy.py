@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy
 
-Calibrated on mirrored random crops, tested on upright ones (`benchmarks.photographs`). Every target is run the ways it
-can be without a GPU: the converted graph in PyTorch, the ONNX file in ONNX Runtime, the TensorRT network executed by the
-reference executor.
+Calibrated on mirrored random crops, tested on upright ones (`benchmarks.photographs`). Every target is run the ways
+it can be without a GPU: the converted graph in PyTorch, the ONNX file in ONNX Runtime, the TensorRT network executed by
+the reference executor.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def main() -> None:
     ]
     note = (
         f"{len(crops)} crops of {len({c.name.split('/')[0] for c in crops})} photographs, calibrated on "
-        f"{len(data.crops)} other crops of them. clear: crops whose two likeliest classes are more than {MARGIN} apart in "
-        "float; kept: of those, where int8 has the same first class. Cosine and SQNR are of the logits, against float."
+        f"{len(data.crops)} other crops of them. clear: crops whose two likeliest classes are more than {MARGIN} apart "
+        "in float; kept: of those, where int8 has the same first class. Cosine and SQNR are of the logits, against "
+        "float's."
     )
     publish("accuracy", rows, title="EfficientNet-Lite0: int8 against float", note=note)
 

@@ -47,8 +47,8 @@ def main() -> None:
         rows += measure(name, model, spec.example(arguments.batch), data, arguments.capability)
     note = (
         f"TensorRT-RTX, {arguments.capability or 'portable'}, batch {arguments.batch}, from the builder's listing. "
-        "int8 / float compute: convolutions and matrix products by the type of their activation input. Activation bytes "
-        "count every kernel's reads and writes."
+        "int8 / float compute: convolutions and matrix products by the type of their activation input. Activation "
+        "bytes count every kernel's reads and writes."
     )
     publish("engine_quality", rows, title="Engines", note=note)
 
