@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fx_passes.errors import ExportError, LoweringError
+from fx_passes.state import restored_state
 from lowering.aten import TensorSpec
 from lowering.inputs import Example, ShapeRange
 
-__all__ = ["Boundary", "Measured", "measure", "preserved_state"]
+__all__ = ["Boundary", "Measured", "measure"]
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,13 @@ class Measured:
         return sum(b.flops for b in self.boundaries.values()) / self.flops if self.flops else 1.0
 
 
-@contextmanager
-def preserved_state(module: nn.Module) -> Iterator[None]:
-    """Buffers and the random state come out as they went in, whatever the module's forward does to them."""
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            yield
-        finally:
-            for buffer, before in buffers:
-                if buffer.shape != before.shape or not torch.equal(buffer, before):
-                    buffer.copy_(before)
-
-
 def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
     """Run `glue` at min, opt, max and export sizes and record what enters each segment.
 
     Raises:
         ExportError: a segment's input changes its rank or its type between sizes, or is not reached by an example.
     """
-    with preserved_state(glue):
+    with restored_state(glue), torch.random.fork_rng(devices=[]), torch.no_grad():
         opt = _Recorder(glue).record(sizes.opt, count=True)
         runs = [opt] * 3
         if sizes.dynamic:

@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from fx_passes.graph_module import SELF, attribute_of, set_attribute
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ArtifactError
 from fx_passes.ops import OPS
+from fx_passes.wrap import is_wrapped
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
@@ -29,6 +29,7 @@ _PLUMBING: tuple[Callable[..., Any], ...] = (
     *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")),
     *(getattr, len, int, float, max, min, slice),
 )
+_SELF = "_self"  # the model that wrapped methods belong to: held beside the glue graph, never a child of it
 _GETATTR = "builtins.getattr"
 _TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "T", "mT", "layout")
 _METHODS = ("size", "dim", "numel", "items", "keys", "values", "get", "clone", "ndimension", "nelement")
@@ -46,7 +47,7 @@ def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Te
         plain: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_to_plain(glue, node)}
         plain["args"] = [_to_plain(node, a) for a in node.args]
         plain["kwargs"] = {key: _to_plain(node, a) for key, a in node.kwargs.items()}
-        if node.op == "get_attr" and isinstance(value := attribute_of(glue, str(node.target)), Tensor):
+        if node.op == "get_attr" and isinstance(value := _attribute(glue, str(node.target)), Tensor):
             state[str(node.target)] = value
         nodes.append(plain)
     return nodes, state
@@ -72,15 +73,17 @@ def glue_from_plain(
         args = tuple(_from_plain(a, made) for a in plain["args"])
         kwargs = {key: _from_plain(a, made) for key, a in plain["kwargs"].items()}
         made[plain["name"]] = graph.create_node(plain["op"], target, args, kwargs, name=plain["name"])
+    glue = reader.glue
+    glue.graph = graph
     graph.lint()
-    return GraphModule(reader.root, graph)
+    return glue
 
 
 def _target_to_plain(glue: GraphModule, node: Node) -> Any:
     if node.op != "call_function":
         return str(node.target)
     name = _names().get(node.target)  # type: ignore[arg-type]
-    if name is not None and not node.meta.get("wrapped"):
+    if name is not None:
         return name
     function = node.target
     assert callable(function)
@@ -98,13 +101,16 @@ class _Reader:
         fallbacks: dict[str, Callable[..., Any]],
     ):
         self.segments, self.state, self.model, self.fallbacks = segments, state, model, fallbacks
-        self.root = nn.Module()
+        self.glue = GraphModule({}, Graph())
+        self._attributes: dict[str, str] = {}
 
     def target(self, plain: dict[str, Any]) -> Any:
         op, target = plain["op"], plain["target"]
         if op in ("placeholder", "output"):
             return target
         if op == "get_attr":
+            if target.split(".")[0] == _SELF:
+                self._attributes[plain["name"]] = target
             return self._attribute(target)
         if op == "call_module":
             return self._module(target)
@@ -116,20 +122,22 @@ class _Reader:
 
     def _attribute(self, target: str) -> str:
         if target in self.state:
-            set_attribute(self.root, target, self.state[target])
-        elif target.split(".")[0] == SELF:
-            set_attribute(self.root, SELF, self._need_model(f"the wrapped call reads '{target}'"))
+            *containers, name = target.split(".")
+            _container(self.glue, containers).register_buffer(name, self.state[target])
+        elif target.split(".")[0] == _SELF:
+            self.glue.__dict__[_SELF] = self._need_model(f"a wrapped call reads '{target}'")
         else:
             raise ArtifactError(f"the artifact lacks the tensor '{target}'", hint="save the lowered module again")
         return target
 
     def _module(self, target: str) -> str:
         if target in self.segments:
-            self.root.add_module(target, self.segments[target])
+            self.glue.add_module(target, self.segments[target])
             return target
         model = self._need_model(f"the module '{target}' stays in Python")
+        *containers, name = target.split(".")
         try:
-            set_attribute(self.root, target, model.get_submodule(target))
+            _container(self.glue, containers).add_module(name, model.get_submodule(target))
         except AttributeError as error:
             raise ArtifactError(
                 f"the model that was passed has no submodule '{target}'", hint="pass the model that was lowered"
@@ -139,8 +147,15 @@ class _Reader:
     def _method(self, plain: dict[str, Any]) -> str:
         name = plain["target"]
         receiver = plain["args"][0] if plain["args"] else None
-        of_self = isinstance(receiver, dict) and receiver.get("node", "").startswith(SELF)
-        if not of_self and name not in _methods():
+        owner = self._attributes.get(receiver.get("node", "")) if isinstance(receiver, dict) else None
+        if owner is not None:
+            # The caller handed this object in; of its methods, those that were wrapped can be called.
+            if not is_wrapped(getattr(_attribute(self.glue, owner), name, None)):
+                raise ArtifactError(
+                    f"the artifact calls the method '{name}' of the model, which is not wrapped",
+                    hint="pass the model that was lowered, with the same wrap() calls made",
+                )
+        elif name not in _methods():
             raise ArtifactError(f"the artifact calls the method '{name}', which is no tensor operation")
         return name
 
@@ -167,10 +182,10 @@ class _Reader:
         return function
 
     def _from_model_source(self, name: str) -> Callable[..., Any] | None:
-        """A function of that name which the forward code of the caller's own model refers to."""
+        """A wrapped function of that name in the source file of the caller's own model."""
         for module in self.model.modules() if self.model is not None else ():
             found = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(name)
-            if callable(found):
+            if callable(found) and is_wrapped(found):
                 return found
         return None
 
@@ -178,6 +193,21 @@ class _Reader:
         if self.model is None:
             raise ArtifactError(f"{why}, and no model is passed", hint="load(folder, model=the_model)")
         return self.model
+
+
+def _container(root: nn.Module, path: list[str]) -> nn.Module:
+    """The module at `path` below `root`, made of plain containers where it is missing."""
+    for name in path:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    return root
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name)
+    return root
 
 
 def _to_plain(node: Node, value: Any) -> Any:

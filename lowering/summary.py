@@ -59,14 +59,8 @@ def op_rows(segment: GraphModule) -> list[OpRow]:
         annotation = node.meta.get("quantization")
         if annotation is not None:
             name = node.meta.get("module_path") or node.name
-            rows.append(
-                OpRow(str(name), annotation.op, _in_int8(node, annotation), annotation.reason, source_line(node))
-            )
+            rows.append(OpRow(str(name), annotation.op, annotation.quantized, annotation.reason, source_line(node)))
     return rows
-
-
-def _in_int8(annotation: Any) -> bool:
-    return bool(annotation.quantized_inputs or annotation.weight or annotation.output or annotation.share_scale_with)
 
 
 def report_data(lowered: LoweredModule) -> dict[str, Any]:

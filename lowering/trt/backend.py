@@ -11,6 +11,7 @@ from lowering.backend import install
 from lowering.module import SegmentInfo
 from lowering.settings import Settings
 from lowering.summary import op_rows, precision_text
+from lowering.twin import float_twin
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
@@ -52,11 +53,12 @@ class TensorRTBackend:
         return supports(program)
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
-        """Build one segment's network and engine."""
+        """Build one segment's engine; for int8 also the all-float one, to say which of them moves fewer bytes."""
+        from lowering.trt.engine import TrtEngine
+
         graph = parts.glue.get_submodule(name)
-        quantized = self.precision in ("int8", "auto")
         engine, reference = self._build(program, name)
-        twin = None
+        quantized, twin = self.precision in ("int8", "auto"), None
         if quantized:
             float_engine, float_reference = self._build(float_twin(program), name)
             twin = {"precision": self.settings.float_type, **float_engine.report.as_dict()}
@@ -74,3 +76,21 @@ class TensorRTBackend:
         )
         install(parts.glue, name, TrtEngine(engine, reference, program.inputs, program.outputs), program)
         return info
+
+    def _build(self, program: AtenProgram, name: str) -> tuple[Engine, ReferenceNetwork]:
+        from lowering.aten import cast_float_part
+        from lowering.trt.build import build_engine
+        from lowering.trt.network import build_network
+        from lowering.trt.reference import read_network
+
+        dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
+        if dtype != torch.float32:
+            program = cast_float_part(program, dtype)
+        network = build_network(program, name=name)
+        engine = build_engine(network, compute_capabilities=self.capabilities, settings=self.settings)
+        return engine, read_network(network.definition)
+
+
+def _moved(engine: Engine) -> int:
+    """Bytes that one call moves: activations and weights."""
+    return engine.report.activation_bytes + engine.report.weight_bytes
