@@ -61,6 +61,7 @@ SPELLINGS = [
     ("maximum", "call_method", "maximum", ("x", "y")),
     ("minimum", "call_function", aten.min.other, ("x", "y")),
     ("attribute", "call_function", getattr, ("x", "shape")),
+    ("getitem", "call_function", getattr, ("x", "values")),
     ("attribute_view", "call_function", getattr, ("x", "T")),
     ("size", "call_function", aten.sym_size.int, ("x", 0)),
     ("interpolate", "call_function", aten.upsample_bilinear2d.vec, ("x",)),
@@ -157,8 +158,7 @@ def test_out_of_place_twin_is_a_spelling_of_the_same_op(op):
     for spelled, twin in op.inplace.items():
         node = node_of("call_method" if isinstance(spelled, str) else "call_function", spelled, "x")
         assert out_of_place(node) is twin
-        if spelled is not operator.setitem:
-            assert not is_inplace(node_of("call_method" if isinstance(twin, str) else "call_function", twin, "x"))
+        assert not is_inplace(node_of("call_method" if isinstance(twin, str) else "call_function", twin, "x"))
 
 
 def test_out_of_place_of_an_aten_overload():

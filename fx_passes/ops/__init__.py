@@ -7,6 +7,7 @@ or `movement.py`; there is no other op list in `fx_passes`.
 from fx_passes.ops.arguments import bind
 from fx_passes.ops.lookup import OPS, is_inplace, is_size, module_of, op_of, out_of_place
 from fx_passes.ops.op import Amp, Op, Result, Role, Shape
+from fx_passes.ops.writes import setitem, write_view
 
 __all__ = [
     "OPS",
@@ -21,4 +22,6 @@ __all__ = [
     "module_of",
     "op_of",
     "out_of_place",
+    "setitem",
+    "write_view",
 ]

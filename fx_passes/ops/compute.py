@@ -34,14 +34,21 @@ def enter_compute(table: Table) -> None:
 
 def _weighted(table: Table) -> None:
     add = table.add
-    for n, module in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
-        properties = {"weight": 1, "bias": 2, "channel_axis": 0, "amp": "lower", "flops": conv_flops}
-        add(f"conv{n}d", Role.WEIGHTED, modules=[module], **properties)
-    for n, module in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1):
+    for n in (1, 2, 3):
+        add(
+            f"conv{n}d",
+            Role.WEIGHTED,
+            modules=[getattr(nn, f"Conv{n}d")],
+            weight=1,
+            bias=2,
+            channel_axis=0,
+            amp="lower",
+            flops=conv_flops,
+        )
         add(
             f"conv_transpose{n}d",
             Role.WEIGHTED,
-            modules=[module],
+            modules=[getattr(nn, f"ConvTranspose{n}d")],
             weight=1,
             bias=2,
             channel_axis=1,

@@ -20,7 +20,12 @@ OPS = Table()
 enter_compute(OPS)
 enter_movement(OPS)
 
-_VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+_ATTRIBUTES = {
+    **dict.fromkeys(("T", "mT", "H", "mH", "data", "real", "imag"), "attribute_view"),
+    **dict.fromkeys(("values", "indices"), "getitem"),  # of the named tuples that max, sort, topk return
+    **dict.fromkeys(("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad"), "attribute"),
+    **dict.fromkeys(("is_cuda", "is_cpu", "is_quantized", "is_sparse", "is_meta", "is_mps", "is_leaf"), "attribute"),
+}
 # Functions of packages that the table does not import: module path and name -> op name.
 _BY_PATH = {
     "torchvision.ops.stochastic_depth.stochastic_depth": "stochastic_depth",
@@ -36,6 +41,7 @@ _PYTHON_OPERATORS = frozenset(
     if getattr(f, "__module__", None) == "_operator" or f in OPS["shape_arithmetic"].functions
 )
 
+_TWINS = {spelled: twin for op in OPS.values() for spelled, twin in op.inplace.items()}
 _MODULES: dict[type, Op] = {}
 _FUNCTIONS: dict[Any, Op] = {}
 _METHODS: dict[str, Op] = {}
@@ -109,7 +115,7 @@ def _may_be_tensor(node: Node) -> bool:
 def _op_of_function(node: Node) -> Op | None:
     target = node.target
     if target is getattr:
-        return OPS["attribute_view" if node.args[1] in _VIEW_ATTRIBUTES else "attribute"]
+        return OPS.get(_ATTRIBUTES.get(str(node.args[1]), ""))
     if isinstance(target, torch._ops.OpOverload):
         op = _of_packet(target._schema.name)
     elif isinstance(target, torch._ops.OpOverloadPacket):
@@ -193,8 +199,8 @@ def out_of_place(node: Node) -> Callable[..., Any] | str | None:
     op = op_of(node)
     if op is None:
         return None
-    if node.target in op.inplace:
-        return op.inplace[node.target]  # type: ignore[index]
+    if node.op != "call_module" and node.target in _TWINS:
+        return _TWINS[node.target]  # type: ignore[index]
     if isinstance(node.target, torch._ops.OpOverload):
         namespace, name = node.target._schema.name.split("::")
         packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)

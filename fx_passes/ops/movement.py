@@ -11,6 +11,7 @@ from torch import nn
 
 from fx_passes.ops.op import Role
 from fx_passes.ops.spelling import Table
+from fx_passes.ops.writes import setitem, write_view
 
 __all__ = ["enter_movement"]
 
@@ -56,9 +57,10 @@ def _views(table: Table) -> None:
     table.add("unfold_view", Role.RESHAPE, "", methods="unfold", aten="unfold", result="view")  # F.unfold copies
     table.add("unflatten", Role.RESHAPE, modules=[nn.Unflatten], result="view")
     # Values that a view of another kind hands on: the tensor itself.
-    table.add("detach", Role.RESHAPE, methods="requires_grad_", result="view")
+    table.add("detach", Role.RESHAPE, result="view")
+    table.add("requires_grad_", Role.RESHAPE, result="view", inplace=False, effects=True)
     table.add("attribute_view", Role.RESHAPE, "", result="view")  # x.T, x.mT, x.data: see lookup
-    table.add("broadcast_tensors", Role.RESHAPE, result="view")
+    table.add("broadcast_tensors", Role.RESHAPE, result="alias")
 
 
 def _maybe_views(table: Table) -> None:
@@ -99,8 +101,8 @@ def _gathers(table: Table) -> None:
         add(name, Role.OTHER)
     for name in ("masked_scatter", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "put"):
         add(name, Role.OTHER)
-    # `z[index] = value`: `functionalize` turns it into `fx_passes.functional.setitem`.
-    add("setitem", Role.OTHER, "", inplace=False, twins={operator.setitem: operator.setitem})
+    add("setitem", Role.OTHER, "", inplace=False, functions=[setitem], twins={operator.setitem: setitem})
+    add("write_view", Role.OTHER, "", functions=[write_view])
     table.add("one_hot", Role.OTHER)
     add("nonzero", Role.OTHER, "nonzero argwhere")
     add("unique", Role.OTHER, "unique unique_consecutive")
