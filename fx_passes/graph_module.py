@@ -219,7 +219,7 @@ def _copied_graph(graph: Graph) -> Graph:
 
 
 def _prefixes(targets: Any) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for target in targets:
         parts = target.split(".")
         found.update(".".join(parts[:i]) for i in range(1, len(parts)))

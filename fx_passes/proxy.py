@@ -37,6 +37,9 @@ class TracedValue(Proxy):
             raise TraceError(f"assignment to the attribute '{name}' of a traced value is not recorded")
         object.__setattr__(self, name, value)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 

@@ -66,7 +66,7 @@ def trace(
     """
     leaves = list(leaves)
     paths = {id(m): name for name, m in model.named_modules()}
-    names = [leaf for leaf in leaves if isinstance(leaf, str)]
+    names: list[str] = [leaf for leaf in leaves if isinstance(leaf, str)]
     names += [paths[id(m)] for m in leaves if isinstance(m, nn.Module) and id(m) in paths]
     classes = [leaf for leaf in leaves if isinstance(leaf, type)]
     unknown = [n for n in names if n not in paths.values()]

@@ -140,7 +140,8 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
     """The functions that instances of `cls` and of its subclasses may be asked for, torch's own aside."""
     subclasses: list[type] = [cls]
     for known in subclasses:
-        subclasses += [new for new in type.__subclasses__(known) if new not in subclasses]
+        found: list[type] = type.__subclasses__(known)
+        subclasses += [new for new in found if new not in subclasses]
     bases = [base for base in cls.__mro__[1:] if not base.__module__.startswith(("torch.", "builtins"))]
     for owner in subclasses + bases:
         for name, value in vars(owner).items():
