@@ -91,7 +91,7 @@ def gpu_capability(gpu: str) -> str | None:
 
 
 def offered() -> dict[str, str]:
-    """"major.minor" -> member of `tensorrt.ComputeCapability`, for what the installed TensorRT-RTX builds for."""
+    """ "major.minor" -> member of `tensorrt.ComputeCapability`, for what the installed TensorRT-RTX builds for."""
     members = trt.ComputeCapability.__members__
     return {parse_capability(m): m for m in members if re.fullmatch(r"SM\d+", m)}
 

@@ -33,7 +33,11 @@ class TrtEngine(nn.Module):
     """
 
     def __init__(
-        self, engine: Engine | bytes, reference: ReferenceNetwork | None, inputs: Sequence[TensorSpec], outputs: Sequence[str]
+        self,
+        engine: Engine | bytes,
+        reference: ReferenceNetwork | None,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[str],
     ):
         super().__init__()
         self.data = engine if isinstance(engine, bytes) else engine.data
@@ -83,7 +87,9 @@ class TrtEngine(nn.Module):
                 hint="save it with include_network=True",
             )
         for spec, x in zip(self.inputs, inputs, strict=True):
-            if len(spec.min) != x.dim() or any(not lo <= d <= hi for lo, d, hi in zip(spec.min, x.shape, spec.max, strict=True)):
+            if len(spec.min) != x.dim() or any(
+                not lo <= d <= hi for lo, d, hi in zip(spec.min, x.shape, spec.max, strict=True)
+            ):
                 raise InputError(
                     f"input '{spec.name}' has shape {tuple(x.shape)}, this segment takes from {spec.min} to {spec.max}",
                     hint="lower with a dynamic_batch or dynamic_shapes that covers these sizes",
@@ -119,9 +125,7 @@ class TrtEngine(nn.Module):
         if not path.is_file():
             raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
         inputs = [
-            TensorSpec(
-                i["name"], getattr(torch, i["dtype"]), tuple(i["min"]), tuple(i["opt"]), tuple(i["max"])
-            )
+            TensorSpec(i["name"], getattr(torch, i["dtype"]), tuple(i["min"]), tuple(i["opt"]), tuple(i["max"]))
             for i in record["inputs"]
         ]
         reference = _read_reference(folder, name) if record["network"] else None
@@ -145,7 +149,9 @@ def _read_reference(folder: Path, name: str) -> ReferenceNetwork:
         for part in (store.STRUCTURE, store.WEIGHTS):
             source, target = (folder / f"{name}.{part}").resolve(), Path(scratch) / part
             if not source.is_file():
-                raise ArtifactError(f"{source.name} is missing from {folder.name}", hint="save the lowered module again")
+                raise ArtifactError(
+                    f"{source.name} is missing from {folder.name}", hint="save the lowered module again"
+                )
             try:
                 target.symlink_to(source)
             except OSError:  # no permission for links (Windows): a copy does

@@ -23,7 +23,18 @@ _TENSOR = re.compile(
     r"Datatype: (\w+), Format: (.*?) \}"
 )
 _TAG = re.compile(r"\[([^\[\]]*)\]")
-_BITS = {"Float": 32, "Half": 16, "BFloat16": 16, "Int8": 8, "UInt8": 8, "Bool": 8, "FP8": 8, "Int32": 32, "Int64": 64, "Int4": 4}
+_BITS = {
+    "Float": 32,
+    "Half": 16,
+    "BFloat16": 16,
+    "Int8": 8,
+    "UInt8": 8,
+    "Bool": 8,
+    "FP8": 8,
+    "Int32": 32,
+    "Int64": 64,
+    "Int4": 4,
+}
 # Kinds that start no kernel on the GPU: synchronisation, loop counters, and shape arithmetic on the host.
 _NO_KERNEL = frozenset({"signal", "wait", "shape_call", "ShapeHostToDevice", "jmp", "cjmp", "add", "mul", "div"})
 # Kinds that multiply and accumulate: convolutions and matrix products.

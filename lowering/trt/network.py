@@ -20,7 +20,8 @@ import torch
 from torch.fx import Node
 
 from fx_passes.errors import BuildError, InputError, LoweringError, UnsupportedOpError
-from lowering.trt.bindings import BuilderLog, collect_log, flavour as current_flavour, has_dtype, logger, trt, trt_dtype
+from lowering.trt.bindings import BuilderLog, collect_log, has_dtype, logger, trt, trt_dtype
+from lowering.trt.bindings import flavour as current_flavour
 from lowering.trt.net import Net, Scalar
 from lowering.trt.registry import bind, converter_for
 
@@ -30,7 +31,13 @@ aten = torch.ops.aten
 Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]
 
 # Checks that eager and export make on values: nothing to compute.
-_NO_RESULT = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size", "sym_constrain_range", "_assert_async")
+_NO_RESULT = (
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
 _MAX_RANK = 8
 
 
@@ -185,7 +192,9 @@ class _Definer:
             self._verify(node, value)
         except LoweringError as error:
             if not self.collect:
-                raise error if error.node is not None else type(error)(error.what, node=node, hint=error.hint) from error
+                raise (
+                    error if error.node is not None else type(error)(error.what, node=node, hint=error.hint)
+                ) from error
             self.network.unsupported[node] = error.what
             value = self._substitute(node)
         self.values[node] = value
@@ -248,7 +257,9 @@ class _Definer:
                 continue
             shape = tuple(tensor.shape)
             agrees = len(shape) == fake.dim() and all(
-                have == want for have, want in zip(shape, fake.shape, strict=True) if isinstance(want, int) and have >= 0
+                have == want
+                for have, want in zip(shape, fake.shape, strict=True)
+                if isinstance(want, int) and have >= 0
             )
             if not agrees or self.net.dtype(tensor) != fake.dtype:
                 raise BuildError(
@@ -322,13 +333,25 @@ def _creation_flags() -> int:
 
 
 def _default_profiles(program: Program) -> list[Profile]:
-    dynamic = {s.name: (tuple(s.min), tuple(s.opt), tuple(s.max)) for s in program.inputs if tuple(s.min) != tuple(s.max)}
+    dynamic = {
+        s.name: (tuple(s.min), tuple(s.opt), tuple(s.max)) for s in program.inputs if tuple(s.min) != tuple(s.max)
+    }
     return [dynamic] if dynamic else []
 
 
 def _is_run_time(value: Any) -> bool:
     return not isinstance(
-        value, torch.Tensor | bool | int | float | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format
+        value,
+        torch.Tensor
+        | bool
+        | int
+        | float
+        | str
+        | None
+        | torch.dtype
+        | torch.device
+        | torch.layout
+        | torch.memory_format,
     )
 
 

@@ -17,7 +17,9 @@ from fx_passes.errors import UnsupportedOpError
 __all__ = ["Converter", "bind", "converter_for", "converts"]
 
 # Where or how a result is stored, not what it is. `dtype` is known from the result, and checked against it.
-_STORAGE = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "generator", "requires_grad", "dtype"})
+_STORAGE = frozenset(
+    {"device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "generator", "requires_grad", "dtype"}
+)
 _RENAMED = {"self": "x", "input": "x"}
 _REGISTRY: dict[Any, Converter] = {}
 
@@ -77,7 +79,9 @@ def all_converters() -> dict[Any, Converter]:
     return dict(_REGISTRY)
 
 
-def bind(target: Any, function: Callable, args: tuple, kwargs: dict, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def bind(
+    target: Any, function: Callable, args: tuple, kwargs: dict, extra: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Arguments of a node by the names that `function` uses.
 
     Args:
@@ -85,7 +89,8 @@ def bind(target: Any, function: Callable, args: tuple, kwargs: dict, extra: dict
         function: a converter's function or check.
         args: positional values.
         kwargs: keyword values.
-        extra: further values that the function may ask for by name.
+        extra: for a check, further values that it may ask for by name; None for a converter, which must know every
+            argument that is not at its default.
 
     Raises:
         UnsupportedOpError: an argument that the function does not know has another value than its default.
@@ -106,6 +111,6 @@ def bind(target: Any, function: Callable, args: tuple, kwargs: dict, extra: dict
             continue
         if name in wanted:
             bound[name] = value
-        elif name not in _STORAGE and not (argument.has_default_value() and value == argument.default_value):
+        elif extra is None and name not in _STORAGE and not (argument.has_default_value() and value == argument.default_value):
             raise UnsupportedOpError(f"{target} with {argument.name}={value!r} has no TensorRT form")
     return bound

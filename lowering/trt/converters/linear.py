@@ -2,18 +2,117 @@
 
 from __future__ import annotations
 
+import string
+
 import torch
 
+from lowering.trt.converters.pointwise import is_number
 from lowering.trt.net import Net, Tensor, Value
 from lowering.trt.registry import converts
 
 aten = torch.ops.aten
 
 
-@converts(aten.linear.default)
+def _floats(result) -> str | None:
+    return None if result.dtype.is_floating_point else "TensorRT multiplies float matrices only"
+
+
+@converts(aten.linear.default, check=_floats)
 def linear(net: Net, x: Value, weight: Value, bias: Value = None) -> Tensor:
-    if net.rank(x) == 1:
+    if net.rank(weight) == 1:
+        y = matmul(net, x, weight)
+    elif net.rank(x) == 1:
         y = net.squeeze(net.matmul(net.unsqueeze(x, [0]), weight, transpose_b=True), [0])
     else:
         y = net.matmul(x, weight, transpose_b=True)
     return y if bias is None else net.sum(y, bias)
+
+
+@converts(aten.matmul.default, check=_floats)
+def matmul(net: Net, x: Value, other: Value) -> Tensor:
+    left, right = net.rank(x) == 1, net.rank(other) == 1
+    a = net.unsqueeze(x, [0]) if left else x
+    b = net.unsqueeze(other, [1]) if right else other
+    y = net.matmul(a, b)
+    return net.squeeze(y, ([-2] if left else []) + ([-1] if right else []))
+
+
+@converts(aten.mm.default, aten.bmm.default, check=_floats)
+def mm(net: Net, x: Value, mat2: Value) -> Tensor:
+    return net.matmul(x, mat2)
+
+
+@converts(aten.mv.default, check=_floats)
+def mv(net: Net, x: Value, vec: Value) -> Tensor:
+    return matmul(net, x, vec)
+
+
+@converts(aten.dot.default, aten.vdot.default, check=_floats)
+def dot(net: Net, x: Value, tensor: Value = None, other: Value = None) -> Tensor:
+    return net.reduce("SUM", net.mul(x, other if tensor is None else tensor), None)
+
+
+@converts(aten.outer.default, aten.ger.default)
+def outer(net: Net, x: Value, vec2: Value) -> Tensor:
+    return net.mul(net.unsqueeze(x, [1]), net.unsqueeze(vec2, [0]), net.result.dtype)
+
+
+def _scaled_sum(net: Net, x: Value, product: Tensor, beta: Value, alpha: Value) -> Tensor:
+    product = product if is_number(alpha, 1) else net.mul(product, alpha, net.dtype(product))
+    if is_number(beta, 0):  # torch ignores x then, NaN included
+        return product
+    return net.sum(x if is_number(beta, 1) else net.mul(x, beta, net.dtype(product)), product)
+
+
+@converts(aten.addmm.default, check=_floats)
+def addmm(net: Net, x: Value, mat1: Value, mat2: Value, beta: Value = 1, alpha: Value = 1) -> Tensor:
+    return _scaled_sum(net, x, net.matmul(mat1, mat2), beta, alpha)
+
+
+@converts(aten.baddbmm.default, check=_floats)
+def baddbmm(net: Net, x: Value, batch1: Value, batch2: Value, beta: Value = 1, alpha: Value = 1) -> Tensor:
+    return _scaled_sum(net, x, net.matmul(batch1, batch2), beta, alpha)
+
+
+@converts(aten.addbmm.default, check=_floats)
+def addbmm(net: Net, x: Value, batch1: Value, batch2: Value, beta: Value = 1, alpha: Value = 1) -> Tensor:
+    return _scaled_sum(net, x, net.reduce("SUM", net.matmul(batch1, batch2), [0]), beta, alpha)
+
+
+@converts(aten.addmv.default, check=_floats)
+def addmv(net: Net, x: Value, mat: Value, vec: Value, beta: Value = 1, alpha: Value = 1) -> Tensor:
+    return _scaled_sum(net, x, matmul(net, mat, vec), beta, alpha)
+
+
+@converts(aten.addr.default, check=_floats)
+def addr(net: Net, x: Value, vec1: Value, vec2: Value, beta: Value = 1, alpha: Value = 1) -> Tensor:
+    return _scaled_sum(net, x, net.mul(net.unsqueeze(vec1, [1]), net.unsqueeze(vec2, [0])), beta, alpha)
+
+
+@converts(aten.einsum.default, check=_floats)
+def einsum(net: Net, equation: str, tensors: list[Value]) -> Tensor:
+    return net.einsum(_lower_case(equation), tensors)
+
+
+def _lower_case(equation: str) -> str:
+    """The equation in lower-case letters with an explicit result, which is what TensorRT takes."""
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    letters = left.replace(",", "").replace("...", "")
+    if not arrow:  # implicit: letters that occur once, in alphabetical order (upper case first), after the ellipsis
+        once = sorted(c for c in set(letters) if letters.count(c) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    names = dict(zip(sorted(set(letters)), string.ascii_lowercase, strict=False))
+    return "".join(names.get(c, c) for c in f"{left}->{right}")
+
+
+@converts(aten.bilinear.default)
+def bilinear(net: Net, input1: Value, input2: Value, weight: Value, bias: Value = None) -> Tensor:
+    left = net.einsum("ni,oij->noj", [_rows(net, input1), weight])
+    y = net.reduce("SUM", net.mul(left, net.unsqueeze(_rows(net, input2), [1])), [2])
+    y = net.reshape(y, [*net.dims(input1)[:-1], weight.shape[0]])
+    return y if bias is None else net.sum(y, bias)
+
+
+def _rows(net: Net, x: Value) -> Tensor:
+    return net.flatten(x, 0, -2) if net.rank(x) > 2 else (net.unsqueeze(x, [0]) if net.rank(x) == 1 else net.tensor(x))

@@ -1,15 +1,290 @@
-"""Reductions."""
+"""Reductions, arg-reductions, order statistics and cumulative sums."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from lowering.trt.net import Net, Tensor, Value
+from lowering.trt.net import Net, Tensor, Value, product
 from lowering.trt.registry import converts
 
 aten = torch.ops.aten
+Dims = int | Sequence[int] | None
+_TOPK_LIMIT = 3840
+
+
+@converts(aten.sum.default, aten.sum.dim_IntList)
+def sum_(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return net.reduce("SUM", net.cast(x, net.result.dtype), dim, keepdim)
 
 
 @converts(aten.mean.default, aten.mean.dim)
-def mean(net: Net, x: Value, dim=None, keepdim: bool = False) -> Tensor:
+def mean(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
     return net.mean(net.cast(x, net.result.dtype), dim, keepdim)
+
+
+@converts(aten.prod.default, aten.prod.dim_int)
+def prod(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return net.reduce("PROD", net.cast(x, net.result.dtype), dim, keepdim)
+
+
+def _extreme(net: Net, op: str, x: Value, dim: Dims, keepdim: bool) -> Tensor:
+    if net.dtype(x) in (torch.bool, torch.uint8, torch.int8):
+        return net.in_dtype(torch.int32, x, lambda y: net.reduce(op, y, dim, keepdim))
+    return net.reduce(op, x, dim, keepdim)
+
+
+@converts(aten.amax.default)
+def amax(net: Net, x: Value, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    return _extreme(net, "MAX", x, dim, keepdim)
+
+
+@converts(aten.amin.default)
+def amin(net: Net, x: Value, dim: Dims = (), keepdim: bool = False) -> Tensor:
+    return _extreme(net, "MIN", x, dim, keepdim)
+
+
+@converts(aten.max.default)
+def max_(net: Net, x: Value) -> Tensor:
+    return _extreme(net, "MAX", x, None, False)
+
+
+@converts(aten.min.default)
+def min_(net: Net, x: Value) -> Tensor:
+    return _extreme(net, "MIN", x, None, False)
+
+
+@converts(aten.aminmax.default)
+def aminmax(net: Net, x: Value, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _extreme(net, "MIN", x, dim, keepdim), _extreme(net, "MAX", x, dim, keepdim)
+
+
+@converts(aten.any.default, aten.any.dim, aten.any.dims)
+def any_(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _extreme(net, "MAX", net.cast(x, torch.bool), dim, keepdim)
+
+
+@converts(aten.all.default, aten.all.dim, aten.all.dims)
+def all_(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _extreme(net, "MIN", net.cast(x, torch.bool), dim, keepdim)
+
+
+@converts(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(net: Net, x: Value, dim: Dims = None) -> Tensor:
+    return net.reduce("SUM", net.cast(net.cast(x, torch.bool), torch.int64), dim)
+
+
+# -- variance and norms ---------------------------------------------------------------------------------------------
+
+
+def _variance(net: Net, x: Value, dim: Dims, correction: float, keepdim: bool) -> Tensor:
+    axes = net.axes(x, dim)
+    centred = net.sub(x, net.mean(x, axes, keepdim=True))
+    total = net.reduce("SUM", net.mul(centred, centred), axes, keepdim)
+    count = product([net.size(x, a) for a in axes])
+    if isinstance(count, int):
+        return net.div(total, float("nan") if count - correction <= 0 else float(count - correction))
+    return net.div(total, net.cast(count - correction, net.dtype(x)))
+
+
+@converts(aten.var.default, aten.var.dim)
+def var(net: Net, x: Value, dim: Dims = None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return _variance(net, x, dim, 1 if unbiased else 0, keepdim)
+
+
+@converts(aten.var.correction)
+def var_correction(
+    net: Net, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return _variance(net, x, dim, 1 if correction is None else correction, keepdim)
+
+
+@converts(aten.std.default, aten.std.dim)
+def std(net: Net, x: Value, dim: Dims = None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return net.unary("SQRT", var(net, x, dim, unbiased, keepdim))
+
+
+@converts(aten.std.correction)
+def std_correction(
+    net: Net, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    return net.unary("SQRT", var_correction(net, x, dim, correction, keepdim))
+
+
+@converts(aten.var_mean.correction)
+def var_mean(net: Net, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> tuple:
+    return var_correction(net, x, dim, correction, keepdim), net.mean(x, net.axes(x, dim), keepdim)
+
+
+@converts(aten.std_mean.correction)
+def std_mean(net: Net, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> tuple:
+    return std_correction(net, x, dim, correction, keepdim), net.mean(x, net.axes(x, dim), keepdim)
+
+
+def _vector_norm(net: Net, x: Value, ord: float, dim: Dims, keepdim: bool) -> Tensor:
+    x = net.cast(x, net.result.dtype)
+    if ord == 2:
+        return net.unary("SQRT", net.reduce("SUM", net.mul(x, x), dim, keepdim))
+    size = net.unary("ABS", x)
+    if ord == 1:
+        return net.reduce("SUM", size, dim, keepdim)
+    if ord in (float("inf"), float("-inf")):
+        return net.reduce("MAX" if ord > 0 else "MIN", size, dim, keepdim)
+    if ord == 0:
+        return net.reduce("SUM", net.cast(net.cast(x, torch.bool), net.dtype(x)), dim, keepdim)
+    return net.pow(net.reduce("SUM", net.pow(size, float(ord)), dim, keepdim), 1.0 / ord)
+
+
+@converts(aten.linalg_vector_norm.default)
+def linalg_vector_norm(net: Net, x: Value, ord: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _vector_norm(net, x, ord, dim, keepdim)
+
+
+@converts(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype)
+def norm(net: Net, x: Value, p: float | None = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return _vector_norm(net, x, 2 if p is None else p, dim, keepdim)
+
+
+@converts(aten.frobenius_norm.dim)
+def frobenius_norm(net: Net, x: Value, dim: Dims, keepdim: bool = False) -> Tensor:
+    return _vector_norm(net, x, 2, dim, keepdim)
+
+
+@converts(aten.logsumexp.default)
+def logsumexp(net: Net, x: Value, dim: Dims, keepdim: bool = False) -> Tensor:
+    x = net.cast(x, net.result.dtype)
+    high = net.reduce("MAX", x, dim, keepdim=True)
+    infinite = net.equal(net.unary("ABS", high), float("inf"))
+    high = net.where(infinite, 0.0, high, net.dtype(x))
+    total = net.reduce("SUM", net.unary("EXP", net.sub(x, high)), dim, keepdim)
+    return net.sum(net.unary("LOG", total), high if keepdim else net.squeeze(high, net.axes(x, dim)))
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+def _topk_type(x) -> str | None:
+    if x.dtype in (torch.bool, torch.uint8, torch.int8):
+        return f"TensorRT does not order {x.dtype}"
+    return None
+
+
+def _topk_check(x, k, dim=-1) -> str | None:
+    if not isinstance(k, int):
+        return "k is dynamic"
+    if k > _TOPK_LIMIT:
+        return f"k is {k}, TensorRT takes at most {_TOPK_LIMIT}"
+    return _topk_type(x)
+
+
+@converts(aten.topk.default, check=_topk_check)
+def topk(net: Net, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    if net.rank(x) == 0:
+        return net.tensor(x), net.tensor(0, torch.int64)
+    return net.topk(x, k, dim, largest)
+
+
+def _sort_check(x, dim=-1, stable=None) -> str | None:
+    size = x.shape[dim] if x.dim() else 1
+    if stable:
+        return "TensorRT does not promise an order of equal elements"
+    if not isinstance(size, int):
+        return "sorting along a dynamic dimension"
+    if size > _TOPK_LIMIT:
+        return f"{size} elements to sort, TensorRT takes at most {_TOPK_LIMIT}"
+    return _topk_type(x)
+
+
+@converts(aten.sort.default, aten.sort.stable, check=_sort_check)
+def sort(net: Net, x: Value, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple:
+    return topk(net, x, net.size(x, dim) if net.rank(x) else 1, dim, largest=descending)
+
+
+@converts(aten.argsort.default, check=_sort_check)
+def argsort(net: Net, x: Value, dim: int = -1, descending: bool = False) -> Tensor:
+    return sort(net, x, dim, descending)[1]
+
+
+def _arg(net: Net, x: Value, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
+    rank = net.rank(x)
+    if dim is None:
+        x = net.flatten(x) if rank else net.unsqueeze(x, [0])
+    elif rank == 0:
+        return net.tensor(0, torch.int64)
+    indices = net.topk(x, 1, 0 if dim is None else dim, largest)[1]
+    if dim is None:
+        return net.reshape(indices, [1] * rank if keepdim else [])
+    return indices if keepdim else net.squeeze(indices, [dim % rank])
+
+
+@converts(aten.argmax.default, check=_topk_type)
+def argmax(net: Net, x: Value, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(net, x, dim, keepdim, largest=True)
+
+
+@converts(aten.argmin.default, check=_topk_type)
+def argmin(net: Net, x: Value, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(net, x, dim, keepdim, largest=False)
+
+
+def _with_index(net: Net, x: Value, dim: int, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
+    values, indices = topk(net, x, 1, dim, largest)
+    if keepdim or not net.rank(x):
+        return values, indices
+    gone = [dim % net.rank(x)]
+    return net.squeeze(values, gone), net.squeeze(indices, gone)
+
+
+@converts(aten.max.dim, check=_topk_type)
+def max_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _with_index(net, x, dim, keepdim, largest=True)
+
+
+@converts(aten.min.dim, check=_topk_type)
+def min_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _with_index(net, x, dim, keepdim, largest=False)
+
+
+@converts(aten.kthvalue.default, check=_topk_check)
+def kthvalue(net: Net, x: Value, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = topk(net, x, k, dim, largest=False)
+    if not net.rank(x):
+        return values, indices
+    last = [net.narrow(v, dim, k - 1, 1) for v in (values, indices)]
+    return tuple(last if keepdim else [net.squeeze(v, [dim]) for v in last])  # type: ignore[return-value]
+
+
+@converts(aten.median.dim, check=_sort_check)
+def median_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return kthvalue(net, x, (net.size(x, dim) + 1) // 2 if net.rank(x) else 1, dim, keepdim)
+
+
+# -- running --------------------------------------------------------------------------------------------------------
+
+
+@converts(aten.cumsum.default)
+def cumsum(net: Net, x: Value, dim: int) -> Tensor:
+    x = net.cast(x, net.result.dtype)
+    return net.cumsum(x, dim) if net.rank(x) else x
+
+
+@converts(aten.norm_except_dim.default)
+def norm_except_dim(net: Net, v: Value, pow: int = 2, dim: int = 0) -> Tensor:
+    others = [d for d in range(net.rank(v)) if d != dim % net.rank(v)] if dim != -1 else None
+    return _vector_norm(net, v, pow, others, keepdim=dim != -1)
+
+
+@converts(aten.cosine_similarity.default)
+def cosine_similarity(net: Net, x1: Value, x2: Value, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    def length(v: Value) -> Tensor:
+        norm = net.unary("SQRT", net.reduce("SUM", net.mul(v, v), [dim], keepdim=True))
+        return net.maximum(norm, eps)
+
+    a, b = net.align(x1, x2)
+    return net.reduce("SUM", net.mul(net.div(a, length(a)), net.div(b, length(b))), [dim])
+
+
+@converts(aten.pairwise_distance.default)
+def pairwise_distance(net: Net, x1: Value, x2: Value, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
+    return _vector_norm(net, net.sum(net.sub(x1, x2), eps), p, [-1], keepdim)

@@ -20,9 +20,7 @@ class Contraction(Windows):
         dtype = self.result_type(a, b)
         x, y = self.align(a, b, dtype=dtype)
         none, swap = trt.MatrixOperation.NONE, trt.MatrixOperation.TRANSPOSE
-        layer = self.definition.add_matrix_multiply(
-            x, swap if transpose_a else none, y, swap if transpose_b else none
-        )
+        layer = self.definition.add_matrix_multiply(x, swap if transpose_a else none, y, swap if transpose_b else none)
         return self.add("matmul", layer)
 
     def quantize(self, x: Value, scale: Value, axis: int | None = None) -> Tensor:

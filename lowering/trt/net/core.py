@@ -254,4 +254,3 @@ def _unique(name: str, taken: set[str]) -> str:
         candidate = f"{name}~{count}"
     taken.add(candidate)
     return candidate
-

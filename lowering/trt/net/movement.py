@@ -170,7 +170,9 @@ class Movement(Sizes):
             layer.axis = dim % self.rank(x)
         return self.add("scatter", layer)
 
-    def pad(self, x: Value, before: Sequence[Size], after: Sequence[Size], mode: str = "FILL", fill: Value = None) -> Tensor:
+    def pad(
+        self, x: Value, before: Sequence[Size], after: Sequence[Size], mode: str = "FILL", fill: Value = None
+    ) -> Tensor:
         """Rows added (or, negative, cut) before and after each dimension; `mode` as in `slice`."""
         if all(isinstance(p, int) and p == 0 for p in (*before, *after)):
             return self.tensor(x)
