@@ -20,7 +20,7 @@ from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.observers import Observer
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, insertion_point, observers_of
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
-from fx_passes.quantize.weights import bias_scale, quantize_weight, raise_scale_for_bias, weight_scale
+from fx_passes.quantize.weights import bias_scale, pair_scale, quantize_weight, raise_scale_for_bias, weight_scale
 
 __all__ = ["convert_fx"]
 
@@ -163,6 +163,8 @@ class _Conversion:
             assert annotation is not None
             axis = layer.axis if annotation.weight == "per_channel" else None
             scale = self._scale(nodes[0], layer.weight, axis, annotation.weight_method)
+            if self.scheme.safe_pairs and axis is not None and not layer.transposed and not layer.depthwise:
+                scale = torch.maximum(scale, pair_scale(layer.weight, scheme, axis))
             for node in nodes:
                 scale = self._fit_bias(scale, self.layers[node])
             stored[key] = _Stored(quantize_weight(layer.weight, scale, scheme, axis), scale, axis)
@@ -217,7 +219,12 @@ class _Conversion:
             return self._call(decomposed().dequantize_per_tensor.default, args, name, node)
         set_buffer(self.gm, _join(path, "weight_scale"), weight.scale)
         scale = self._get(_join(path, "weight_scale"), node)
-        args = (integers, scale, None, weight.axis, *limits)
+        zero_point = None
+        if self.scheme.weight_zero_point:
+            zeros = torch.zeros_like(weight.scale, dtype=s.dtype)
+            set_buffer(self.gm, _join(path, "weight_zero_point"), zeros)
+            zero_point = self._get(_join(path, "weight_zero_point"), node)
+        args = (integers, scale, zero_point, weight.axis, *limits)
         return self._call(decomposed().dequantize_per_channel.default, args, name, node)
 
     def _bias(self, node: Node, path: str, layer: Layer, weight: _Stored) -> Node | None:

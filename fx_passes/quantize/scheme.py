@@ -44,11 +44,23 @@ class QuantScheme:
 
 @dataclass(frozen=True)
 class TargetScheme:
-    """The formats of one target. `bias` is None where the bias stays float."""
+    """The formats of one target.
+
+    Attributes:
+        activation: of a layer's input and of other values.
+        weight: of weights.
+        bias: of biases; None where they stay float.
+        safe_pairs: scale weights so that the products with two neighbouring inputs never add up beyond 16 bits.
+            x86 processors without VNNI add them in 16 saturating bits (`vpmaddubsw`): 2 * 255 * 127 does not fit.
+        weight_zero_point: store a zero point of 0 beside every weight. ONNX Runtime 1.32 makes an integer Gemm only
+            where its weight's DequantizeLinear has one.
+    """
 
     activation: QuantScheme
     weight: QuantScheme
     bias: QuantScheme | None = None
+    safe_pairs: bool = False
+    weight_zero_point: bool = False
 
 
 _INT8 = QuantScheme(torch.int8, -128, 127, symmetric=True)
@@ -61,7 +73,7 @@ SCHEMES: Mapping[str, TargetScheme] = MappingProxyType(
     {
         "tensorrt": TargetScheme(_INT8, _WEIGHT),
         "tensorrt-rtx": TargetScheme(_INT8, _WEIGHT),
-        "onnxruntime": TargetScheme(_UINT8, _WEIGHT, _BIAS),
+        "onnxruntime": TargetScheme(_UINT8, _WEIGHT, _BIAS, safe_pairs=True, weight_zero_point=True),
     }
 )
 

@@ -15,6 +15,7 @@ __all__ = [
     "bias_scale",
     "channel_sqnr",
     "dequantize_weight",
+    "pair_scale",
     "quantize_weight",
     "raise_scale_for_bias",
     "weight_scale",
@@ -55,6 +56,27 @@ def _least_error_bound(rows: Tensor, bound: Tensor, scheme: QuantScheme) -> Tens
         error = (rounded - rows).square().sum(1)
         best, least = torch.where(error <= least, bound * fraction, best), torch.minimum(error, least)
     return best
+
+
+def pair_scale(weight: Tensor, scheme: QuantScheme, axis: int) -> Tensor:
+    """Lowest per-channel scales at which no two neighbouring weights saturate 16 bits, with unsigned inputs up to 255.
+
+    The kernels run over input channels first, then over the window, and add products pairwise. Two weights of one
+    sign may reach 32767 // 255 = 128 together; 127 leaves room for their rounding.
+
+    Args:
+        weight: (out, in, *window) with `axis` 0, or (out, in).
+
+    Returns:
+        float32, (out,); 0 where a channel has no pair of one sign.
+    """
+    rows = _rows(weight.movedim(1, -1) if weight.dim() > 2 else weight, axis)
+    rows = rows[:, : rows.shape[1] // 2 * 2]
+    if not rows.shape[1]:
+        return torch.zeros(rows.shape[0])
+    positive = rows.clamp_min(0).unflatten(1, (-1, 2)).sum(2).amax(1)
+    negative = rows.clamp_max(0).unflatten(1, (-1, 2)).sum(2).amin(1).neg()
+    return torch.maximum(positive, negative) / scheme.quant_max
 
 
 def quantize_weight(weight: Tensor, scale: Tensor, scheme: QuantScheme, axis: int | None) -> Tensor:
