@@ -25,7 +25,8 @@ TORCH: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "UINT8": torch.uint8,
     "FP8": torch.float8_e4m3fn,
-    "INT4": torch.int8,  # torch has no 4-bit type that computes: one value a byte
+    "INT4": torch.int8,  # torch has no 4-bit types that compute: one value an element
+    "FP4": torch.float32,
 }
 
 #: The torch type inside the executor.
@@ -40,9 +41,10 @@ CARRIER: dict[str, torch.dtype] = {
     "UINT8": torch.uint8,
     "FP8": torch.float32,
     "INT4": torch.float32,
+    "FP4": torch.float32,
 }
 
-FLOATING = frozenset({"FLOAT", "HALF", "BF16", "FP8"})
+FLOATING = frozenset({"FLOAT", "HALF", "BF16", "FP8", "FP4"})
 INTEGER = frozenset({"INT8", "INT32", "INT64", "UINT8", "INT4"})
 
 _ROUNDED = {"HALF": torch.float16, "BF16": torch.bfloat16, "FP8": torch.float8_e4m3fn}
@@ -50,8 +52,17 @@ _ROUNDED = {"HALF": torch.float16, "BF16": torch.bfloat16, "FP8": torch.float8_e
 
 def round_to(value: torch.Tensor, dtype: str) -> torch.Tensor:
     """Rounds a carrier to the values that `dtype` can represent (round half to even, as IEEE 754 does)."""
+    if dtype == "FP4":
+        return _round_fp4(value)
     narrow = _ROUNDED.get(dtype)
     return value if narrow is None else value.to(narrow).to(torch.float32)
+
+
+def _round_fp4(value: torch.Tensor) -> torch.Tensor:
+    """To E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), half to even, saturating; NaN gives 6."""
+    size = torch.nan_to_num(value.abs(), nan=6.0).clamp(max=6.0)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(size / step) * step, value)
 
 
 def to_carrier(value: torch.Tensor, dtype: str) -> torch.Tensor:

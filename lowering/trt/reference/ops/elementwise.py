@@ -170,6 +170,8 @@ def converter(layer: Layer, source: str, target: str) -> Unary:
         return lambda x: x != 0
     if target == "INT8":  # wraps from integers, as int -> uint8 was seen to; held in float32
         return lambda x: x.to(torch.int64).to(torch.int8).to(torch.float32)
+    if target == "INT4":
+        return lambda x: ((x.to(torch.int64) + 8) % 16 - 8).to(torch.float32)
     if target == "UINT8":
         return lambda x: x.to(torch.int64).to(torch.uint8)
     return lambda x: x.to(CARRIER[target])

@@ -14,7 +14,7 @@ from lowering.trt.reference.kernel import Kernel, Layer
 
 __all__ = ["dequantize", "quantize"]
 
-_RANGES = {"INT8": (-128.0, 127.0), "INT4": (-8.0, 7.0), "FP8": (-448.0, 448.0)}
+_RANGES = {"INT8": (-128.0, 127.0), "INT4": (-8.0, 7.0), "FP8": (-448.0, 448.0), "FP4": (-6.0, 6.0)}
 
 
 def quantize(layer: Layer) -> Kernel:
@@ -24,7 +24,7 @@ def quantize(layer: Layer) -> Kernel:
         raise layer.unsupported(f"quantizes to {target}")
     low, high = _RANGES[target]
     fit = _fitter(layer)
-    integer = target != "FP8"
+    integer = target.startswith("INT")
 
     def run(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> torch.Tensor:
         result = x / fit(scale, x)

@@ -1,0 +1,202 @@
+"""The executor against outside truth: the test data that the `onnx` package ships.
+
+Each test case is parsed by NVIDIA's own parser, read back, executed, and compared with its recorded outputs. So what is
+confirmed is the reader, the executor and, between them, our understanding of every layer the parser uses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fx_passes.errors import BuildError, LoweringError
+from lowering.trt.reference import dtypes
+from lowering.trt.reference.exceptions import EXCEPTIONS
+from lowering.trt.reference.parser import network_from_onnx
+from lowering.trt.reference.records import LayerRecord
+from lowering.trt.reference.run import ReferenceNetwork
+
+__all__ = ["EXCEPTIONS", "KINDS", "Case", "Outcome", "cases", "light_models", "run_case", "run_light_model", "summary"]
+
+#: Sets of test cases in the package: the operators' own, those exported from PyTorch, and a few composed ones.
+KINDS = ("node", "pytorch-converted", "pytorch-operator", "simple")
+
+#: Recorded outputs in a reduced type were rounded at other places than ours: two units in the last place.
+_UNITS = {"HALF": 2 * 2.0**-10, "BF16": 2 * 2.0**-7, "FP8": 2 * 2.0**-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test case: a model, and for each data set its inputs and its recorded outputs."""
+
+    name: str
+    kind: str
+    model: Any
+    data_sets: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        name: of the case.
+        accepted: whether NVIDIA's parser takes the model.
+        failure: why the outputs are not the recorded ones; None where they are.
+        layers: the network's layers.
+    """
+
+    name: str
+    accepted: bool
+    failure: str | None
+    layers: tuple[LayerRecord, ...] = ()
+
+
+@functools.cache
+def cases(kind: str) -> tuple[Case, ...]:
+    """All test cases of a kind, by name."""
+    if kind == "node":
+        from onnx.backend.test.case.node import collect_testcases
+
+        found = [Case(c.name, kind, c.model, c.data_sets or (), c.rtol, c.atol) for c in collect_testcases()]
+    else:
+        from onnx.backend.test.loader import load_model_tests
+
+        found = [_stored(c, kind) for c in load_model_tests(kind=kind)]
+    return tuple(sorted(found, key=lambda case: case.name))
+
+
+def _stored(case: Any, kind: str) -> Case:
+    import onnx
+
+    folder = Path(case.model_dir)
+    model = onnx.load(folder / "model.onnx")
+    sets = [
+        (_protos(data, "input", model.graph.input), _protos(data, "output", model.graph.output))
+        for data in sorted(folder.glob("test_data_set_*"))
+    ]
+    return Case(case.name, kind, model, sets, case.rtol, case.atol)
+
+
+def _protos(folder: Path, prefix: str, values: Iterable[Any]) -> list[Any]:
+    import onnx
+
+    found: list[Any] = []
+    for i, value in enumerate(values):
+        path = folder / f"{prefix}_{i}.pb"
+        if not value.type.HasField("tensor_type") or not path.exists():
+            break  # sequences and optionals, which the parser refuses; inputs that the model itself initializes
+        proto = onnx.TensorProto()
+        proto.ParseFromString(path.read_bytes())
+        found.append(proto)
+    return found
+
+
+def run_case(case: Case) -> Outcome:
+    """Parses, executes and compares one case."""
+    try:
+        network = network_from_onnx(case.model)
+    except BuildError as error:
+        return Outcome(case.name, False, str(error))
+    layers = network.record.layers
+    try:
+        failure = next(
+            filter(None, (_difference(network, case, inputs, outputs) for inputs, outputs in case.data_sets)), None
+        )
+    except LoweringError as error:
+        failure = f"{type(error).__name__}: {error}"
+    return Outcome(case.name, True, failure, layers)
+
+
+def _difference(network: ReferenceNetwork, case: Case, inputs: Sequence[Any], recorded: Sequence[Any]) -> str | None:
+    names = [value.name for value in case.model.graph.input]
+    feed = dict(zip(names, inputs, strict=False))
+    arguments = []
+    for index, tensor in enumerate(network.inputs):
+        # Inputs of a loop's body give the network's inputs their names: then the order tells.
+        value = feed[tensor.name] if tensor.name in feed else inputs[index]
+        arguments.append(_as_torch(value).to(dtypes.TORCH[tensor.dtype]))
+    for tensor, got, want in zip(network.outputs, network.run(*arguments), map(_as_torch, recorded), strict=True):
+        if got.shape != want.shape:
+            return f"{tensor.name} has the shape {tuple(got.shape)}, recorded is {tuple(want.shape)}"
+        rtol = max(case.rtol, _UNITS.get(tensor.dtype, 0.0))
+        if worst := _worst(got, want, rtol, case.atol):
+            return f"{tensor.name}: {worst}"
+    return None
+
+
+def _worst(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float) -> str | None:
+    a, b = got.to(torch.float64), want.to(torch.float64)
+    close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+    if bool(close.all()):
+        return None
+    excess = torch.where(close, 0.0, torch.nan_to_num((a - b).abs(), nan=float("inf")))
+    index = int(excess.flatten().argmax())
+    return (
+        f"{int((~close).sum())} of {close.numel()} elements differ; at {index}: {a.flatten()[index]:.6g}, "
+        f"recorded is {b.flatten()[index]:.6g}"
+    )
+
+
+def _as_torch(value: Any) -> torch.Tensor:
+    """A recorded value, an ONNX tensor or an array, in the nearest torch type."""
+    if hasattr(value, "SerializeToString"):
+        from onnx import numpy_helper
+
+        value = numpy_helper.to_array(value)
+    array = np.asarray(value)
+    views = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+    if array.dtype.name in views:
+        dtype = views[array.dtype.name]
+        raw = np.ascontiguousarray(array).view(np.int16 if dtype == torch.bfloat16 else np.int8)
+        return torch.from_numpy(raw.copy()).view(dtype).reshape(array.shape)
+    if array.dtype.name.startswith(("float4", "float8")):
+        array = array.astype(np.float32)
+    elif array.dtype.name.startswith(("int4", "uint4", "int2", "uint2")):
+        array = array.astype(np.int8)
+    return torch.from_numpy(np.ascontiguousarray(array).copy()).reshape(array.shape)
+
+
+def light_models() -> dict[str, Path]:
+    """The package's real architectures with generated weights, by name."""
+    import onnx.backend.test
+
+    folder = Path(onnx.backend.test.__file__).parent / "data" / "light"
+    return {path.stem: path for path in sorted(folder.glob("light_*.onnx"))}
+
+
+def run_light_model(path: Path) -> Outcome:
+    """Parses, executes and compares one of the light models on the input that its output was recorded for.
+
+    The input is n equal steps from 0 to 1 (`onnx.backend.test.runner.Runner.generate_dummy_data`).
+    """
+    import onnx
+
+    model = onnx.load(path)
+    constants = {initializer.name for initializer in model.graph.initializer}
+    (data,) = (value for value in model.graph.input if value.name not in constants)
+    shape = [dim.dim_value if dim.HasField("dim_value") else 1 for dim in data.type.tensor_type.shape.dim]
+    count = int(np.prod(shape))
+    x = (np.arange(count).reshape(shape) / count).astype(np.float32)
+    recorded = onnx.TensorProto()
+    recorded.ParseFromString((path.parent / f"{path.stem}_output_0.pb").read_bytes())
+    return run_case(Case(path.stem, "light", model, [([x], [recorded])], rtol=1e-3, atol=1e-7))
+
+
+def summary(kind: str, outcomes: Sequence[Outcome]) -> str:
+    """One line: how many cases there are, are accepted, and pass."""
+    accepted = [outcome for outcome in outcomes if outcome.accepted]
+    passed = [outcome for outcome in accepted if outcome.failure is None]
+    types = {layer.type for outcome in accepted for layer in outcome.layers}
+    return (
+        f"{kind}: {len(outcomes)} cases, NVIDIA's parser accepts {len(accepted)} (with {len(types)} layer types), "
+        f"the executor gives the recorded outputs of {len(passed)}"
+    )
