@@ -171,10 +171,13 @@ def set_buffer(gm: GraphModule, path: str, tensor: torch.Tensor | nn.Parameter, 
     """
     parent, name = _own_parent(gm, path)
     _clear(parent, name)
+    # Not register_buffer: on gm itself it would find the root's attribute of that name in the way.
     if isinstance(tensor, nn.Parameter):
-        parent.register_parameter(name, tensor)
-    else:
-        parent.register_buffer(name, tensor, persistent=persistent)
+        parent._parameters[name] = tensor
+        return
+    parent._buffers[name] = tensor
+    if not persistent:
+        parent._non_persistent_buffers_set.add(name)
 
 
 def delete_unused(gm: GraphModule) -> list[str]:

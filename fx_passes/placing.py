@@ -24,9 +24,7 @@ _SIZE_METHODS = frozenset(
 _SIZE_ATTRIBUTES = frozenset(
     {"shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes", "requires_grad", "is_sparse"}
 )
-_SIZE_FUNCTIONS: frozenset[Any] = frozenset(
-    {len, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor}
-)
+_SIZE_FUNCTIONS: tuple[Any, ...] = (len, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor)
 _CHECKS = frozenset({torch._assert, check_fixed})
 
 

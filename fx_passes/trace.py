@@ -68,10 +68,10 @@ def trace(
     paths = {id(m): name for name, m in model.named_modules()}
     names: list[str] = [leaf for leaf in leaves if isinstance(leaf, str)]
     names += [paths[id(m)] for m in leaves if isinstance(m, nn.Module) and id(m) in paths]
-    classes = [leaf for leaf in leaves if isinstance(leaf, type)]
-    unknown = [n for n in names if n not in paths.values()]
-    if unknown or len(names) + len(classes) != len(leaves):
-        bad = unknown or [x for x in leaves if isinstance(x, nn.Module) and id(x) not in paths]
+    classes: list[type] = [leaf for leaf in leaves if isinstance(leaf, type)]
+    bad: list[Any] = [name for name in names if name not in paths.values()]
+    bad += [leaf for leaf in leaves if not isinstance(leaf, (str, type)) and id(leaf) not in paths]
+    if bad:
         raise InputError(f"leaves names what is no submodule of {type(model).__name__}: {bad}")
     tracer = QuantizationTracer(names, classes)
     return GraphModuleWithAttr(model, tracer.trace(model, concrete_args, example_inputs=example_inputs))
@@ -301,7 +301,8 @@ class QuantizationTracer(Tracer):
                 index += 1
             self._constants[id(value)] = (f"{prefix}{index}", value)
         node = self.create_node("get_attr", self._constants[id(value)][0], (), {})
-        node.meta["constant"] = value
+        # A leaf of autograd: what computed it is not part of the graph, and it must be possible to copy it.
+        node.meta["constant"] = value.detach() if isinstance(value, torch.Tensor) and not value.is_leaf else value
         return node
 
     # -- wrapped calls -----------------------------------------------------------------------------------------
