@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lowering.aten import TensorSpec
 
-__all__ = ["check_dynamic", "export_segment", "is_functional"]
+__all__ = ["check_dynamic", "export_segment", "is_functional", "quiet_torch"]
 
 
 def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> ExportedProgram:
@@ -37,7 +37,7 @@ def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tupl
     """
     _check_example(inputs, example)
     marked = _with_export_meta(segment)
-    with _quiet_torch(), torch.no_grad():
+    with quiet_torch(), torch.no_grad():
         exported = _export(marked, inputs, example, segment)
         functionalize_fresh(exported.graph)
         if not is_functional(exported.graph_module):
@@ -295,9 +295,11 @@ def _hint(text: str) -> str:
 
 
 @contextmanager
-def _quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Iterator[None]:
     """torch.export talks to the terminal about its own internals; what matters comes back as an exception."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch.onnx")
+    ]
     before = [logger.level for logger in loggers]
     try:
         for logger in loggers:

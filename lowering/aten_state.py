@@ -113,7 +113,7 @@ class LiftedState:
         return signature.input_specs, signature.output_specs
 
     def _buffers_as_inputs(self, inputs: list[TensorSpec]) -> list[str]:
-        """A buffer that the program mutates has another value at each call: if read, it is an input, after the others."""
+        """A buffer that the program mutates has a new value at each call: if read, it is an input after the others."""
         graph = self.gm.graph
         last = graph.find_nodes(op="placeholder")[-1]
         found = [n for n in self._fqn if self._fqn[n] in self.mutated and n.users]
