@@ -286,7 +286,7 @@ class _Rewriter:
             storage = value.storage
             steps = [view_step(view) for view, _ in value.steps]
             with self.gm.graph.inserting_after(result):
-                args = (storage.base, result, *(step for step in steps if step and step[0]))
+                args: Any = (storage.base, result, *(step for step in steps if step and step[0]))
                 written = inherit_meta(self.gm.graph.call_function(write_view, args), node)
             self.memory.write_base(storage, written)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fx_passes.ops.flops import (
     addmm_flops,
@@ -57,7 +58,8 @@ def _weighted(table: Table) -> None:
         )
     # The general form, either direction: its channel axis follows from its `transposed` argument.
     add("convolution", Role.WEIGHTED, weight=1, bias=2, channel_axis=0, amp="lower", flops=conv_flops)
-    add("linear", Role.WEIGHTED, modules=[nn.Linear], weight=1, bias=2, channel_axis=0, amp="lower", flops=linear_flops)
+    linears = [nn.Linear, NonDynamicallyQuantizableLinear]  # the latter is out_proj of nn.MultiheadAttention
+    add("linear", Role.WEIGHTED, modules=linears, weight=1, bias=2, channel_axis=0, amp="lower", flops=linear_flops)
 
 
 def _matmul(table: Table) -> None:

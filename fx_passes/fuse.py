@@ -1,0 +1,96 @@
+"""`fuse_fx`: BatchNorm folded into the convolution or linear layer before it; dropout and identity removed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fx_passes.effects import has_effects
+from fx_passes.errors import StageError
+from fx_passes.fold import fold_batch_norms
+from fx_passes.functional import functionalize, remove_dead_code
+from fx_passes.graph_module import copy_graph_module, delete_unused
+from fx_passes.ops import op_of
+from fx_passes.parametrized import resolve_parametrizations
+from fx_passes.trace import trace
+
+__all__ = ["eval_copy", "fuse_fx"]
+
+
+def fuse_fx(model: nn.Module) -> GraphModule:
+    """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve weight norm.
+
+    Args:
+        model: a module, of which an eval copy is traced, or a graph traced in eval mode. It is not changed, and the
+            result shares the tensors that folding does not change.
+
+    Returns:
+        A `GraphModule` in eval mode. A folded layer keeps its path. `meta["fuse_report"]` is a list of (node name,
+        what was done with it and why).
+
+    Raises:
+        StageError: the graph was traced in train mode, or is prepared or converted already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+        >>> [str(n.target) for n in fuse_fx(model).graph.nodes if n.op == "call_module"]
+        ['0', '2']
+    """
+    report: list[tuple[str, str]] = []
+    gm = _functional_eval_graph(model, report)
+    _remove_inert(gm, report)
+    fold_batch_norms(gm, report)
+    remove_dead_code(gm)
+    delete_unused(gm)
+    gm.graph.lint()
+    gm.recompile()
+    gm.meta["stage"], gm.meta["fuse_report"] = "fused", report
+    return gm
+
+
+def eval_copy(model: nn.Module) -> Any:
+    """A copy of a module, in eval mode, that shares parameters and buffers with it."""
+    root = model.__dict__.get("_self")
+    modules = [model, root] if isinstance(root, nn.Module) else [model]
+    shared: dict[int, Any] = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
+    for module in (child for m in modules for child in m.modules()):
+        # Results of autograd that a module keeps (the weight of the older weight_norm) cannot be copied.
+        shared.update({id(t): t for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None})
+    return copy.deepcopy(model, shared).eval()
+
+
+def _functional_eval_graph(model: nn.Module, report: list[tuple[str, str]]) -> GraphModule:
+    if not isinstance(model, GraphModule):
+        gm: GraphModule = trace(eval_copy(model))
+    else:
+        _check_stage(model)
+        gm = copy_graph_module(eval_copy(model))
+    resolve_parametrizations(gm, report)  # first: a layer with a hook is a call that functionalize does not understand
+    return functionalize(gm) if gm.meta.get("stage", "traced") == "traced" else gm
+
+
+def _check_stage(gm: GraphModule) -> None:
+    if gm.meta.get("training", gm.training):
+        raise StageError(
+            f"this graph of {type(gm).__name__} was traced in train mode and holds the train branches",
+            hint="call model.eval() before trace(model), or give fuse_fx the module itself",
+        )
+    stage = gm.meta.get("stage", "traced")
+    if stage not in ("traced", "functionalized", "fused"):
+        raise StageError(f"a graph that is '{stage}' cannot be fused", hint="fuse before prepare and convert")
+
+
+def _remove_inert(gm: GraphModule, report: list[tuple[str, str]]) -> None:
+    for node in list(gm.graph.nodes):
+        op = op_of(node, gm)
+        if op is None or op.name not in ("dropout", "stochastic_depth", "identity"):
+            continue
+        if has_effects(node, gm) or "aliased" in node.meta or not node.args or not isinstance(node.args[0], Node):
+            report.append((node.name, f"kept: {node.meta.get('aliased', 'it is active in eval mode too')}"))
+            continue
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+        report.append((node.name, f"removed: {op.name} does nothing in eval mode"))
