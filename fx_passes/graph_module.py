@@ -76,7 +76,7 @@ class GraphModuleWithAttr(GraphModule):
         _install(self, root, graph, new_graph=graph)
         self.meta = dict(root.meta) if isinstance(root, GraphModule) else {}
         self.meta.setdefault("stage", "traced")
-        self.meta["training"] = root.training
+        self.meta.setdefault("training", root.training)
         reasons = {n.target: n.meta["untraceable"] for n in graph.nodes if "untraceable" in n.meta}
         self.meta["leaf_reasons"] = {**self.meta.get("leaf_reasons", {}), **reasons}
 

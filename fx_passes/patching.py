@@ -186,18 +186,15 @@ def replaced_factories() -> Iterator[None]:
 
 
 @contextmanager
-def replaced_everywhere(target: Any, replacement: Any, caller: dict[str, Any] | None = None) -> Iterator[None]:
-    """Replace a callable object in every module that holds it; a builtin only in the module that asked for it.
+def replaced_everywhere(target: Any, replacement: Any, more: list[dict[str, Any]]) -> Iterator[None]:
+    """Replace a callable object in every loaded module and in the namespaces `more`, whatever its name there.
 
     A class defined inside a function is known to its neighbours through closure cells, which are replaced as well.
     """
     with ExitStack() as stack:
-        name = getattr(target, "__name__", None)
-        if caller is not None and name is not None and getattr(builtins, name, None) is target:
-            stack.enter_context(replaced_entry(caller, name, replacement))
-        for module in list(sys.modules.values()):
-            namespace = getattr(module, "__dict__", None)
-            if type(namespace) is not dict or module is builtins:
+        loaded = [getattr(module, "__dict__", None) for module in list(sys.modules.values()) if module is not builtins]
+        for namespace in (*loaded, *more):
+            if type(namespace) is not dict:
                 continue
             for key in [k for k, v in list(namespace.items()) if v is target]:
                 stack.enter_context(replaced_entry(namespace, key, replacement))

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.effects import has_effects
 from fx_passes.recording import Recording
+from fx_passes.structures import make_instance
 from fx_passes.trace_args import check_fixed
 
 __all__ = ["Place", "Plan"]
@@ -175,7 +176,7 @@ class Plan:
 
     def _is_plumbing(self, node: Node) -> bool:
         """Whether the node only takes apart or builds a structure that is in the glue anyway."""
-        if node.op == "call_function" and isinstance(node.target, type):
+        if node.op == "call_function" and (isinstance(node.target, type) or node.target is make_instance):
             return True  # a NamedTuple, a dataclass, an OrderedDict
         first = node.args[0] if node.args else None
         if not isinstance(first, Node) or self.recording.kinds[first] not in ("container", "object"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
@@ -21,6 +22,7 @@ from fx_passes.graph_module import GraphModuleWithAttr
 from fx_passes.patching import activate, current_tracer, replaced_factories
 from fx_passes.proxy import TensorAttribute, TracedValue, contains_traced
 from fx_passes.state import recorded_buffer_assignment, restored_state
+from fx_passes.structures import make_instance
 from fx_passes.stubs import is_stub
 from fx_passes.wrap import is_wrapped_module, records, wrapped_calls
 
@@ -130,6 +132,8 @@ class QuantizationTracer(Tracer):
     ) -> Graph:
         """The graph of `root`'s forward. Restarts with one leaf more each time a submodule cannot be entered."""
         self.leaf_reasons = {}
+        if isinstance(root, GraphModuleWithAttr) and not concrete_args:
+            return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
         with _lock, torch.random.fork_rng(devices=[]):
             plan = trace_args.ArgumentPlan(root, concrete_args, example_inputs)
             while True:
@@ -150,7 +154,7 @@ class QuantizationTracer(Tracer):
         with ExitStack() as stack:
             if module is not None:
                 stack.enter_context(restored_state(module))
-            stack.enter_context(wrapped_calls())
+            stack.enter_context(wrapped_calls(root))
             stack.enter_context(replaced_factories())
             stack.enter_context(recorded_buffer_assignment())
             stack.enter_context(activate(self))
@@ -274,6 +278,13 @@ class QuantizationTracer(Tracer):
             return self._dict_subclass(a)
         if hasattr(a, "__dataclass_fields__") and (isinstance(a, type) or not contains_traced(a)):
             return self._constant("_object_constant", a)
+        fields = getattr(a, "__dataclass_fields__", {})
+        if not all(field.init for field in fields.values()):
+            held = (
+                vars(a) if hasattr(a, "__dict__") else {name: getattr(a, name) for name in fields if hasattr(a, name)}
+            )
+            values = {name: self.create_arg(value) for name, value in held.items()}
+            return self.create_node("call_function", make_instance, (self._constant("_class", type(a)), values), {})
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -335,6 +346,10 @@ class QuantizationTracer(Tracer):
                 prefix = f"_self.{name}" if name else "_self"
                 self._object_paths.setdefault(id(module), prefix)
                 _collect_objects(module, prefix, self._object_paths, depth=3)
+                if isinstance(module, GraphModuleWithAttr):
+                    for path, inner in module._self.named_modules():
+                        dotted = f"{prefix}._self.{path}" if path else f"{prefix}._self"
+                        self._object_paths.setdefault(id(inner), dotted)
         return self._object_paths.get(id(value))
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import nn
+from torch.fx import GraphModule
 
 from fx_passes.errors import InputError
 from fx_passes.patching import ClassStandIn, recording, replaced_code, replaced_entry, replaced_everywhere
@@ -102,8 +103,14 @@ def records(function: Any, args: tuple) -> bool:
 
 
 @contextmanager
-def wrapped_calls() -> Iterator[None]:
-    """Let calls of everything wrapped reach the tracer of this thread until the context ends."""
+def wrapped_calls(root: Any) -> Iterator[None]:
+    """Let calls of everything wrapped reach the tracer of this thread until the context ends.
+
+    Args:
+        root: what is traced. The code of graph modules in it has namespaces of its own.
+    """
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    generated = [type(m).forward.__globals__ for m in modules if isinstance(m, GraphModule)]
     functions, classes = set(_functions), set(_classes)
     with ExitStack() as stack:
         for (_, name), namespace in list(_names.items()):
@@ -113,17 +120,21 @@ def wrapped_calls() -> Iterator[None]:
             elif isinstance(found, type) and "." not in name:
                 classes.add(found)
             elif callable(found) and "." not in name:
-                stack.enter_context(replaced_entry(namespace, name, recording(found, python=True)))
+                for space in (namespace, *generated):
+                    if _resolve(space, name) is found:
+                        stack.enter_context(replaced_entry(space, name, recording(found, python=True)))
             else:
                 warnings.warn(f"wrap('{name}'): {namespace.get('__name__')} has no such function", stacklevel=2)
         for function, namespaces in list(_builtins.values()):
             stand_in = recording(function, python=True)
-            for namespace in namespaces:
-                stack.enter_context(replaced_everywhere(function, stand_in, namespace))
+            stack.enter_context(replaced_everywhere(function, stand_in, generated))
+            for namespace in (*namespaces, *generated):
+                if getattr(builtins, function.__name__, None) is function:
+                    stack.enter_context(replaced_entry(namespace, function.__name__, stand_in))
         for cls in classes:
             functions.update(_methods(cls))
             if not issubclass(cls, nn.Module):
-                stack.enter_context(replaced_everywhere(cls, ClassStandIn(cls)))
+                stack.enter_context(replaced_everywhere(cls, ClassStandIn(cls), generated))
         stack.enter_context(replaced_code(functions))
         yield
 
