@@ -48,7 +48,9 @@ class OnnxBackend:
         graph = parts.glue.get_submodule(name)
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
         lowered = cast_float_part(program, dtype) if dtype != torch.float32 else program
-        session = OnnxSession(export_onnx(lowered), program.inputs, program.outputs, threads=self.threads)
+        session = OnnxSession(
+            export_onnx(lowered), program.inputs, program.outputs, threads=self.threads, target=self.target
+        )
         info = SegmentInfo(
             name=name,
             backend=session.description,
