@@ -158,7 +158,7 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
 def set_submodule(gm: GraphModule, path: str, module: nn.Module) -> None:
     """Put `module` at the dotted `path`; containers on the way are created, or copied if they are not gm's own."""
     parent, name = _own_parent(gm, path)
-    _clear(parent, name)
+    _clear(parent, name, but=parent._modules)
     parent._modules[name] = module
 
 
@@ -170,7 +170,7 @@ def set_buffer(gm: GraphModule, path: str, tensor: torch.Tensor | nn.Parameter, 
     a node still calls it, by a shallow copy of its class.
     """
     parent, name = _own_parent(gm, path)
-    _clear(parent, name)
+    _clear(parent, name, but=parent._parameters if isinstance(tensor, nn.Parameter) else parent._buffers)
     # Not register_buffer: on gm itself it would find the root's attribute of that name in the way.
     if isinstance(tensor, nn.Parameter):
         parent._parameters[name] = tensor
@@ -246,7 +246,7 @@ def _install(gm: GraphModule, source: nn.Module, graph: Graph, *, new_graph: Gra
                 target._modules[name] = child
                 continue
             if id(child) not in copies:
-                copies[id(child)] = _shallow_copy(child)
+                copies[id(child)] = _container(child, called=full in called)
                 owned.add(copies[id(child)])
                 fill(copies[id(child)], child, full)
             target._modules[name] = copies[id(child)]
@@ -308,15 +308,22 @@ def _own_child(gm: GraphModule, parent: nn.Module, name: str, path: str) -> nn.M
     if child is None:
         new = nn.Module()
         new.training = gm.training
-    elif _is_torch_leaf(child) and not any(n.op == "call_module" and n.target == path for n in gm.graph.nodes):
-        new = nn.Module()
-        new.training = child.training
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            getattr(new, table).update(getattr(child, table))
     else:
-        new = _shallow_copy(child)
+        new = _container(child, called=any(n.op == "call_module" and n.target == path for n in gm.graph.nodes))
     owned.add(new)
     parent._modules[name] = new
+    return new
+
+
+def _container(module: nn.Module, called: bool) -> nn.Module:
+    """What stands for `module` in another graph module: a copy of its class, or, for a torch leaf that no node calls
+    any more, a plain module with its tensors (a Conv2d whose weight is int8 is none)."""
+    if called or not _is_torch_leaf(module):
+        return _shallow_copy(module)
+    new = nn.Module()
+    new.training = module.training
+    for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        getattr(new, table).update(getattr(module, table))
     return new
 
 
@@ -336,9 +343,11 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return new
 
 
-def _clear(parent: nn.Module, name: str) -> None:
+def _clear(parent: nn.Module, name: str, but: Any) -> None:
+    """Drop the entry from all tables but the one it is put into, where it keeps its place in the order."""
     for table in (parent._parameters, parent._buffers, parent._modules, parent.__dict__):
-        table.pop(name, None)  # type: ignore[attr-defined]
+        if table is not but:
+            table.pop(name, None)  # type: ignore[attr-defined]
     parent._non_persistent_buffers_set.discard(name)
 
 

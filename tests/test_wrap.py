@@ -297,7 +297,7 @@ class Base(nn.Module):
         return x.flatten().topk(k).values * self.conv.weight.mean()
 
     def inherited(self, x):
-        return x * float(x.sum())
+        return x * float(x.detach().sum())
 
 
 wrap(Base.inherited)
