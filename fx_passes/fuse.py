@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
+from fx_passes.attention import straighten
+from fx_passes.copying import eval_copy
 from fx_passes.effects import has_effects
 from fx_passes.errors import StageError
 from fx_passes.fold import fold_batch_norms
@@ -17,7 +16,7 @@ from fx_passes.ops import op_of
 from fx_passes.parametrized import resolve_parametrizations
 from fx_passes.trace import trace
 
-__all__ = ["eval_copy", "fuse_fx"]
+__all__ = ["fuse_fx"]
 
 
 def fuse_fx(model: nn.Module) -> GraphModule:
@@ -51,20 +50,9 @@ def fuse_fx(model: nn.Module) -> GraphModule:
     return gm
 
 
-def eval_copy(model: nn.Module) -> Any:
-    """A copy of a module, in eval mode, that shares parameters and buffers with it."""
-    root = model.__dict__.get("_self")
-    modules = [model, root] if isinstance(root, nn.Module) else [model]
-    shared: dict[int, Any] = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
-    for module in (child for m in modules for child in m.modules()):
-        # Results of autograd that a module keeps (the weight of the older weight_norm) cannot be copied.
-        shared.update({id(t): t for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None})
-    return copy.deepcopy(model, shared).eval()
-
-
 def _functional_eval_graph(model: nn.Module, report: list[tuple[str, str]]) -> GraphModule:
     if not isinstance(model, GraphModule):
-        gm: GraphModule = trace(eval_copy(model))
+        gm: GraphModule = trace(straighten(eval_copy(model)))
     else:
         _check_stage(model)
         gm = copy_graph_module(eval_copy(model))

@@ -6,6 +6,7 @@ or `movement.py`; there is no other op list in `fx_passes`.
 
 from fx_passes.ops.arguments import bind
 from fx_passes.ops.lookup import OPS, is_inplace, is_size, module_of, op_of, out_of_place
+from fx_passes.ops.masks import attention_mask
 from fx_passes.ops.op import Amp, Op, Result, Role, Shape
 from fx_passes.ops.writes import setitem, write_view
 
@@ -16,6 +17,7 @@ __all__ = [
     "Result",
     "Role",
     "Shape",
+    "attention_mask",
     "bind",
     "is_inplace",
     "is_size",

@@ -15,6 +15,7 @@ from fx_passes.ops.flops import (
     linear_flops,
     matmul_flops,
 )
+from fx_passes.ops.masks import attention_mask
 from fx_passes.ops.op import Role
 from fx_passes.ops.spelling import Table
 
@@ -80,6 +81,7 @@ def _matmul(table: Table) -> None:
         effects=True,
         flops=attention_flops,
     )
+    add("attention_mask", Role.OTHER, "", functions=[attention_mask])
     add("embedding", Role.OTHER, modules=[nn.Embedding], effects=False)
 
 

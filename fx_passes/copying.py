@@ -1,0 +1,31 @@
+"""Copies of modules that share their tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["eval_copy", "shared_copy"]
+
+
+def shared_copy(model: nn.Module) -> Any:
+    """A deep copy of a module that shares parameters and buffers with it."""
+    root = model.__dict__.get("_self")
+    modules = [model, root] if isinstance(root, nn.Module) else [model]
+    shared: dict[int, Any] = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
+    for module in (child for m in modules for child in m.modules()):
+        # Results of autograd that a module keeps (the weight of the older weight_norm) cannot be copied.
+        shared.update({id(t): t for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None})
+    new = copy.deepcopy(model, shared)
+    for ours, theirs in zip(new.modules(), model.modules(), strict=True):
+        # nn.TransformerDecoderLayer.__setstate__ puts F.relu before an activation that is a module.
+        if isinstance(ours, nn.TransformerDecoderLayer) and "activation" not in vars(theirs):
+            vars(ours).pop("activation", None)
+    return new
+
+
+def eval_copy(model: nn.Module) -> Any:
+    """A copy of a module, in eval mode, that shares parameters and buffers with it."""
+    return shared_copy(model).eval()
