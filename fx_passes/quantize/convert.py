@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import QuantizationError, StageError
-from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer
+from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
@@ -184,18 +184,33 @@ class _Conversion:
 
     def _integer_bias_input(self, layer: Layer) -> float | None:
         """The input's scale where the bias is stored as integers of input scale * weight scale, else None."""
-        if self.scheme.bias is None or not is_dequantize(layer.input):
+        source = layer.input
+        annotation = annotation_of(source)
+        if annotation is not None and annotation.op == "pad" and annotation.quantized:
+            source = source.all_input_nodes[0]
+        if self.scheme.bias is None or not is_dequantize(source):
             return None
-        return float(layer.input.args[1])  # type: ignore[arg-type]
+        return float(source.args[1])  # type: ignore[arg-type]
 
     def _replace(self, node: Node, layer: Layer, weight: _Stored) -> None:
         """Make `node` the functional form of `layer`, in place: it keeps its name."""
         path = self._storage_path(layer)
+        self._make_plain(path)
         with self.graph.inserting_before(node):
             activation = self._padded(node, layer)
             dequantized = self._weight(node, path, weight)
             bias = self._bias(node, path, layer, weight)
         node.args, node.kwargs = (activation, dequantized, bias, *layer.options), {}
+
+    def _make_plain(self, path: str) -> None:
+        """Let a container without a class hold the quantized parameters: the layer's own would want the float ones."""
+        module = _submodule(self.gm, path)
+        if not path or module is None or self.graph.find_nodes(op="call_module", target=path, sort=False):
+            return
+        plain = torch.nn.Module().train(module.training)
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            getattr(plain, table).update(getattr(module, table))
+        set_submodule(self.gm, path, plain)
 
     def _padded(self, node: Node, layer: Layer) -> Node:
         """The layer's input, padded with its own values if the module says so (which commutes with quantization)."""
@@ -298,6 +313,15 @@ def _weight_key(node: Node, layer: Layer) -> Any:
         annotation.weight,
         annotation.weight_method,
     )
+
+
+def _submodule(gm: GraphModule, path: str) -> torch.nn.Module | None:
+    """The module at `path` that is no plain container yet."""
+    try:
+        module = gm.get_submodule(path)
+    except AttributeError:
+        return None
+    return None if type(module) is torch.nn.Module else module
 
 
 def _lookup(gm: GraphModule, path: str) -> Tensor | None:

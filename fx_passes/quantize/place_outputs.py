@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
 from torch.fx import Node
 
 from fx_passes.ops import Role, bind, module_of
@@ -81,7 +82,7 @@ class _Placer:
             inputs = node.all_input_nodes
             if self.is_layer(node):
                 self.int8.add(node)
-                self.demanded.add(self.sites[node].layer.input)  # type: ignore[union-attr]
+                self.demanded.add(self.activation(node))
             elif wanted and any(i in self.source for i in inputs) and (self.passes(node) or self.has_kernel(node)):
                 self.int8.add(node)
                 self.demanded.update(inputs)
@@ -130,6 +131,22 @@ class _Placer:
         """Whether a clamping activation vanishes into the quantization of its result."""
         return self.bounds(node) is not None and len(node.all_input_nodes[0].users) == 1
 
+    def pads_layer(self, node: Node) -> bool:
+        """Whether `node` pads with zeros for one int8 layer alone: ONNX Runtime makes it the layer's own padding."""
+        site = self.sites[node]
+        if site.name != "pad" or site.float_reason is not None or len(node.users) != 1:
+            return False
+        mode, value = _argument(node, "mode"), _argument(node, "value")
+        if mode not in (None, "constant") or value not in (None, 0) or _is_other_padding(node):
+            return False
+        reader = next(iter(node.users))
+        return reader in self.sites and self.is_layer(reader) and self.sites[reader].layer.input is node  # type: ignore[union-attr]
+
+    def activation(self, layer: Node) -> Node:
+        """The value that is quantized for a layer: its input, or what is padded to become its input."""
+        source = self.sites[layer].layer.input  # type: ignore[union-attr]
+        return source.all_input_nodes[0] if self.pads_layer(source) else source
+
     def result(self, node: Node) -> Node:
         """The value that is quantized when `node` is: its own, or that of the activation behind it."""
         users = list(node.users)
@@ -142,6 +159,9 @@ class _Placer:
         if self.absorbed(node) and not node.meta.get("aliased") and self._writes_int8(node.all_input_nodes[0]):
             before = node.all_input_nodes[0].name
             return site.annotation(f"{site.name}: vanishes into the quantization of '{before}'", output=True)
+        if self.pads_layer(node):
+            reader = next(iter(node.users)).name
+            return site.annotation(f"zero padding: becomes part of '{reader}'", quantized_inputs=(0,))
         return site.annotation(site.float_reason or self._why_float(node, site))
 
     def _int8(self, node: Node, site: Site) -> Annotation:
@@ -150,7 +170,8 @@ class _Placer:
             weight, why = granularity_of(site, self.rules, SCHEMES["onnxruntime"].weight)
             reason = f"integers in{' and out' if self._writes_int8(node) else ''}, {why}"
             index = node.all_input_nodes.index(site.layer.input)
-            return site.annotation(reason, quantized_inputs=(index,), weight=weight, output=own_result)
+            inputs = () if self.pads_layer(site.layer.input) else (index,)
+            return site.annotation(reason, quantized_inputs=inputs, weight=weight, output=own_result)
         indices = tuple(range(len(node.all_input_nodes)))
         if self.passes(node):
             reason = f"{site.name}: moves or picks values, so it runs on the integers of its input"
@@ -176,6 +197,13 @@ class _Placer:
         if self.has_kernel(node) or self.passes(node) or self.bounds(node):
             return f"{site.name}: not between int8 ops, so a pair around it only costs"
         return f"{site.name}: ONNX Runtime has no int8 kernel for it"
+
+
+def _is_other_padding(node: Node) -> bool:
+    """Whether a module pads with something else than a constant."""
+    return node.op == "call_module" and not isinstance(
+        module_of(node), (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
+    )
 
 
 def _argument(node: Node, name: str) -> Any:
