@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fx_passes.errors import ExportError, LoweringError
+from fx_passes.ops import OPS, Role
 from fx_passes.state import restored_state
 from lowering.aten import TensorSpec
 from lowering.inputs import Example, ShapeRange
@@ -121,8 +123,15 @@ class _Recorder(Interpreter):
             raise ExportError(f"the captured model fails on these inputs: {error}", node=node) from error
 
 
+# Ops that compute, as opposed to moving, picking or making data; one FLOP for each element of their result.
+_COMPUTING = (
+    *(Role.ELEMENTWISE_ADD, Role.ELEMENTWISE_MUL, Role.ACTIVATION, Role.NORM, Role.SOFTMAX, Role.REDUCTION),
+    *(Role.POOL_AVG, Role.POOL_MAX),
+)
+
+
 class _FlopCounter(TorchDispatchMode):
-    """Counts what runs: torch's own formulas for convolutions, matmuls and attention, one per output element else."""
+    """Counts what runs: torch's own formulas for convolutions, matmuls and attention, one per result element else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,12 +139,13 @@ class _FlopCounter(TorchDispatchMode):
 
         self.total = 0
         self._formulas = flop_registry
+        self._elementwise = {packet for op in OPS.values() if op.role in _COMPUTING for packet in op.aten}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in self._formulas:
             self.total += self._formulas[packet](*args, **(kwargs or {}), out_val=out)
-        elif isinstance(out, Tensor) and out.is_floating_point() and not func.is_view:
-            self.total += prod(out.shape)
+        elif packet._qualified_op_name in self._elementwise:
+            self.total += sum(prod(t.shape) for t in pytree.tree_leaves(out)[:1] if isinstance(t, Tensor))
         return out

@@ -119,7 +119,8 @@ def _coverage_lines(rows: list[OpRow]) -> list[str]:
     heavy = [row for row in rows if row.op.startswith(("conv", "linear", "matmul", "bmm", "addmm"))]
     lines = [f"  int8: {sum(r.int8 for r in heavy)} of {len(heavy)} convolutions and matmuls"]
     reasons = Counter((row.op, row.reason) for row in rows if not row.int8)
-    lines += [f"    float: {count} x {op}: {reason}" for (op, reason), count in reasons.most_common(_LISTED_ROWS)]
+    for (op, reason), count in reasons.most_common(_LISTED_ROWS):
+        lines.append(f"    float: {count} x {reason if reason.startswith(op) else f'{op}: {reason}'}")
     if len(reasons) > _LISTED_ROWS:
         lines.append(f"    and {len(reasons) - _LISTED_ROWS} more kinds: report()['segments'][i]['ops'] has them all")
     return lines
@@ -129,7 +130,7 @@ def _engine_lines(engine: dict[str, Any], twin: dict[str, Any] | None) -> list[s
     if "kernels" not in engine:
         ops = ", ".join(f"{count} {op}" for op, count in sorted(engine["ops"].items(), key=lambda item: -item[1]))
         return [f"  operators as optimised: {ops}"]
-    target = ", ".join(engine["compute_capabilities"]) or "portable"
+    target = ", ".join(engine["compute_capabilities"] or ()) or "portable"
     lines = [
         f"  engine ({target}): {engine['kernels']} kernels; {engine['int8_compute']} convolutions and matmuls in int8, "
         f"{engine['float_compute']} float; moves {engine['activation_bytes'] / 1e6:.1f} MB of activations and "
