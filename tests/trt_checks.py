@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,9 +30,19 @@ class Case:
     build: bool = True
 
 
-def as_segment(program: Callable | nn.Module) -> fx.GraphModule:
-    """A traced program that returns a flat tuple of tensors."""
-    graph_module = fx.symbolic_trace(program.eval() if isinstance(program, nn.Module) else program)
+def as_segment(program: Callable | nn.Module, arity: int) -> fx.GraphModule:
+    """A traced program of `arity` tensors that returns a flat tuple of tensors."""
+    if isinstance(program, FunctionType):
+        graph_module = fx.symbolic_trace(program)
+    else:  # one call, of a module or of a builtin that has no Python code to trace
+        root, graph = nn.Module(), fx.Graph()
+        inputs = tuple(graph.placeholder(f"x{i}") for i in range(arity))
+        if isinstance(program, nn.Module):
+            root.add_module("layer", program.eval())
+            graph.output(graph.call_module("layer", inputs))
+        else:
+            graph.output(graph.call_function(program, inputs))
+        graph_module = fx.GraphModule(root, graph)
     output = graph_module.graph.output_node()
     result = output.args[0]
     output.args = ((result,) if isinstance(result, fx.Node) else tuple(result),)
@@ -48,7 +59,7 @@ def aten_program(program: Callable | nn.Module, *inputs: Tensor, dynamic: dict[i
             if dim < x.dim():
                 low[dim], high[dim] = smallest, largest
         specs.append(TensorSpec(f"x{index}", x.dtype, tuple(low), tuple(x.shape), tuple(high)))
-    return to_aten(as_segment(program), specs, inputs)
+    return to_aten(as_segment(program, len(inputs)), specs, inputs)
 
 
 def lower(program: Callable | nn.Module, *inputs: Tensor, dynamic: dict[int, tuple[int, int]] | None = None) -> Network:

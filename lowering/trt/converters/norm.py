@@ -64,10 +64,6 @@ def batch_norm_no_stats(net: Net, x, weight, bias, training, momentum, eps) -> t
     return _batch_statistics(net, x, weight, bias, eps), None, None
 
 
-def _static_spatial(x) -> str | None:
-    return None
-
-
 @converts(aten.layer_norm.default)
 def layer_norm(
     net: Net, x, normalized_shape: Sequence[int], weight=None, bias=None, eps=1e-5, cudnn_enable=True
@@ -119,6 +115,8 @@ def _group_norm(net: Net, x: Value, groups: int, weight: Value, bias: Value, eps
 
 def _grouped_layer(net: Net, x: Tensor, groups: int, scale: Value, shift: Value, eps: float) -> Tensor:
     dtype = net.dtype(x)
+    if groups == 1:  # the layer takes one group for none: over channels and positions it is a plain normalization
+        return net.normalization(x, scale, shift, [1, 2, 3], eps)
     if has("INetworkDefinition.add_normalization_v2"):
         layer = net.definition.add_normalization_v2(x, net.tensor(scale, dtype), net.tensor(shift, dtype), 0b1100)
     else:  # the first form scales per group, torch per channel

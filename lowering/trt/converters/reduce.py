@@ -117,6 +117,16 @@ def var_mean(net: Net, x: Value, dim: Dims = None, correction: float | None = No
     return var_correction(net, x, dim, correction, keepdim), net.mean(x, net.axes(x, dim), keepdim)
 
 
+@converts(aten.var_mean.default, aten.var_mean.dim)
+def var_mean_unbiased(net: Net, x: Value, dim: Dims = None, unbiased: bool = True, keepdim: bool = False) -> tuple:
+    return var(net, x, dim, unbiased, keepdim), net.mean(x, net.axes(x, dim), keepdim)
+
+
+@converts(aten.std_mean.default, aten.std_mean.dim)
+def std_mean_unbiased(net: Net, x: Value, dim: Dims = None, unbiased: bool = True, keepdim: bool = False) -> tuple:
+    return std(net, x, dim, unbiased, keepdim), net.mean(x, net.axes(x, dim), keepdim)
+
+
 @converts(aten.std_mean.correction)
 def std_mean(net: Net, x: Value, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> tuple:
     return std_correction(net, x, dim, correction, keepdim), net.mean(x, net.axes(x, dim), keepdim)

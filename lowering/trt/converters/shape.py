@@ -249,6 +249,16 @@ def flipud(net: Net, x: Value) -> Tensor:
     return flip(net, x, [0])
 
 
+@converts(aten.rot90.default)
+def rot90(net: Net, x: Value, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    turns = k % 4
+    if turns == 0:
+        return net.tensor(x)
+    if turns == 2:
+        return flip(net, x, dims)
+    return net.transpose(flip(net, x, [dims[1] if turns == 1 else dims[0]]), *dims)
+
+
 @converts(aten.roll.default)
 def roll(net: Net, x: Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Tensor:
     if not dims:

@@ -18,7 +18,7 @@ class Movement(Sizes):
     """Data movement. Sizes may be ints or `Scalar`s; dimensions may be negative."""
 
     def reshape(self, x: Value, dims: Sequence[Size]) -> Tensor:
-        """`x` with other sizes, same elements in the same order. No -1: every size is given."""
+        """`x` with other sizes, same elements in the same order; at most one size may be -1, the rest."""
         if isinstance(x, torch.Tensor) and is_static(dims):
             return self.constant(x.reshape(tuple(dims)))
         x = self.tensor(x)
@@ -26,7 +26,7 @@ class Movement(Sizes):
             return x
         layer = self.definition.add_shuffle(x)
         layer.zero_is_placeholder = False
-        unknown = sum(not isinstance(d, int) for d in dims)
+        unknown = sum(not isinstance(d, int) or d < 0 for d in dims)
         if dims and (unknown == 0 or (unknown == 1 and 0 not in dims)):
             layer.reshape_dims = tuple(d if isinstance(d, int) else -1 for d in dims)
         else:
