@@ -223,6 +223,8 @@ class Plan:
         value = self.recording.containers[node]
         if any(leaf is not None for leaf in torch.utils._pytree.tree_leaves(value)):
             return False
+        if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
+            return self._has_fixed_length(node.args[0])  # one element of it
         if node.op == "call_module":
             return isinstance(value, (tuple, dict))
         return type(value).__module__ == "torch.return_types"
@@ -239,11 +241,18 @@ class Plan:
                 continue
             base = next(n for n in self.nodes if group in rec.groups[n])
             where = {(self._places[n], self._index[n]) for n in [*writers, *holders] if n is not base}
-            if len(where) == 1:
-                continue
-            for node in holders:
-                if self._first_name(node) is not base and node not in writers:
-                    yield node, f"shares memory with '{base.name}', which is written to in place elsewhere"
+            if len(where) != 1:
+                for node in holders:
+                    if self._first_name(node) is not base and node not in writers:
+                        yield node, f"shares memory with '{base.name}', which is written to in place elsewhere"
+            for node in writers:
+                if self._places[node] is Place.SEGMENT and len(self._names_taken(group, self._index[node])) > 1:
+                    yield node, f"writes to the memory of '{base.name}', of which the segment takes two views"
+
+    def _names_taken(self, group: int, stage: int) -> set[Node]:
+        """The values in this memory that a segment takes as inputs; a backend gets each as a tensor of its own."""
+        sources = {s for n in self.segment_at(stage) for s in self._outer_sources(n, stage)}
+        return {self._first_name(s) for s in sources if group in self.recording.groups[s]}
 
     def _torn_state(
         self, group: int, writers: list[Node], holders: list[Node], attributes: list[Node]

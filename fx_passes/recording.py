@@ -143,6 +143,9 @@ class _Recorder(Interpreter):
         rec = self.recording
         args = [(node, self.env[node]) for node in n.all_input_nodes]
         known = dict(self.state)
+        if n.op == "placeholder":  # two arguments may be one tensor
+            for node in self.inputs:
+                known.update(self.memory.get(node, {}))
         for node, _ in args:
             known.update(self.memory.get(node, {}))
         watched = [t for _, value in args for t in tensors_in(value) if _has_storage(t)]
@@ -151,8 +154,10 @@ class _Recorder(Interpreter):
         hidden = self.state_tensors if n.meta.get("python") else []
         watched += hidden
         versions = [t._version for t in watched]
+        statistics = [(t, t.clone()) for t in _training_buffers(self.module, n)]
         result = self._run(n)
         changed = [t for t, version in zip(watched, versions, strict=True) if t._version != version]
+        changed += [t for t, before in statistics if not torch.equal(t, before)]
         rec.writes[n] = {known[_key(t)] for t in changed if _key(t) in known}
         arguments = watched[: len(watched) - len(hidden)]
         rec.reads[n] = {known[_key(t)] for t in arguments if _key(t) in known} | rec.writes[n]
@@ -189,6 +194,13 @@ class _Recorder(Interpreter):
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0 and not tensor.is_inference()
+
+
+def _training_buffers(gm: torch.nn.Module, node: Node) -> Iterable[Tensor]:
+    """Buffers of a module in train mode: batch_norm writes to its statistics without counting a version."""
+    if node.op != "call_module" or not gm.get_submodule(str(node.target)).training:
+        return ()
+    return [t for t in gm.get_submodule(str(node.target)).buffers() if _has_storage(t)]
 
 
 def _module_state(gm: torch.nn.Module, node: Node) -> Iterable[Tensor]:

@@ -38,7 +38,8 @@ def restored_state(root: nn.Module) -> Iterator[None]:
                 module.__dict__[table].update(content)
         with torch.no_grad():
             for tensor, version, value in saved:
-                if tensor._version != version:
+                # Not by version alone: batch_norm updates its statistics without counting.
+                if tensor._version != version or not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 

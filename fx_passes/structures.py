@@ -9,7 +9,7 @@ __all__ = ["make_instance"]
 
 def make_instance(cls: type, values: dict[str, Any]) -> Any:
     """An instance of a dataclass with these attributes; no constructor runs, for fields need not be its arguments."""
-    instance = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(instance, name, value)
     return instance
