@@ -12,7 +12,7 @@ from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.quantize.calibrate import calibrate
 from lowering.aten import AtenProgram, TensorSpec, to_aten
 
-__all__ = ["aten_program", "converted_graph"]
+__all__ = ["as_program", "aten_program", "converted_graph"]
 
 
 def converted_graph(model: nn.Module, example: Tensor, data: Iterable[Tensor], target: str) -> GraphModule:
