@@ -12,6 +12,11 @@ from fx_passes.quantize.weights import Granularity
 __all__ = ["Annotation", "QuantizedValue", "annotation_of", "as_float", "quantized_values"]
 
 
+NO_TENSOR = "no tensor arithmetic"
+"""Ends the reason of a node that computes sizes, dtypes and the like."""
+NO_OPS = frozenset({"input", "constant", "python"})
+
+
 @dataclass(frozen=True)
 class Annotation:
     """The decision about one node.
@@ -35,6 +40,11 @@ class Annotation:
     share_scale_with: str | None = None
     weight_method: str = "minmax"
     observer: str | None = None
+
+    @property
+    def tensor_op(self) -> bool:
+        """Whether the node computes a tensor, so that it might have been quantized."""
+        return self.op not in NO_OPS and NO_TENSOR not in self.reason
 
     @property
     def quantized(self) -> bool:

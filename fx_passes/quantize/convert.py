@@ -340,7 +340,7 @@ def _reasons(graph: Graph) -> str:
     found: dict[str, None] = {}
     for node in graph.nodes:
         annotation = annotation_of(node)
-        if annotation is not None and node.op not in ("placeholder", "get_attr", "output"):
+        if annotation is not None and annotation.tensor_op:
             found[f"'{node.name}' is float: {annotation.reason}"] = None
     shown = list(found)[:5]
     return "; ".join(shown) + (f"; and {len(found) - 5} more" if len(found) > 5 else "") if shown else "it has no ops"

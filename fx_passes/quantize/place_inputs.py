@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from fx_passes.ops import Role
-from fx_passes.quantize.annotation import Annotation
+from fx_passes.quantize.annotation import NO_TENSOR, Annotation
 from fx_passes.quantize.placement import PlacementRules, Site, granularity_of
 from fx_passes.quantize.scheme import SCHEMES
 
@@ -89,5 +89,5 @@ def _why_float(site: Site) -> str:
     if site.role is Role.MATMUL:
         return f"{site.name}: product of two activations, kept float for its accuracy"
     if site.role is Role.SHAPE:
-        return f"{site.name}: no tensor arithmetic"
+        return f"{site.name}: {NO_TENSOR}"
     return f"{site.name}: not a weighted op, so int8 gains it nothing"

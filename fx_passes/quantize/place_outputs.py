@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 from fx_passes.ops import Role, bind, module_of
-from fx_passes.quantize.annotation import Annotation
+from fx_passes.quantize.annotation import NO_TENSOR, Annotation
 from fx_passes.quantize.placement import PlacementRules, Site, granularity_of
 from fx_passes.quantize.scheme import SCHEMES
 
@@ -193,7 +193,7 @@ class _Placer:
         if site.layer is not None:
             return f"its result may share memory: {self.result(node).meta['aliased']}"
         if site.role is Role.SHAPE:
-            return f"{site.name}: no tensor arithmetic"
+            return f"{site.name}: {NO_TENSOR}"
         if self.has_kernel(node) or self.passes(node) or self.bounds(node):
             return f"{site.name}: not between int8 ops, so a pair around it only costs"
         return f"{site.name}: ONNX Runtime has no int8 kernel for it"

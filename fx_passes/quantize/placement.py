@@ -49,7 +49,7 @@ RULES: Mapping[str, PlacementRules] = MappingProxyType(
         "tensorrt-rtx": PlacementRules(
             depthwise=_DEPTHWISE,
             transposed="transposed convolution: TensorRT-RTX never runs it in int8, wherever the scales are",
-            per_tensor_above=24.0,
+            per_tensor_above=32.0,
             shortcut=False,
         ),
         "onnxruntime": PlacementRules(
