@@ -18,7 +18,7 @@ What a backend can rely on, for every node of the program:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -172,14 +172,17 @@ def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tenso
     return normalize(exported, inputs, segment)
 
 
-def cast_float_part(program: AtenProgram, dtype: torch.dtype) -> AtenProgram:
+def cast_float_part(program: AtenProgram, dtype: torch.dtype, keep: Iterable[str] = ()) -> AtenProgram:
     """Give the float part of a program another precision by explicit casts (see `fx_passes.amp`).
 
     Args:
         program: a float32 program, with or without Q/DQ.
         dtype: torch.float16 or torch.bfloat16.
+        keep: FX nodes or module paths that stay in float32, as in `autocast_fx`.
 
     Returns:
         A new program whose inputs and outputs keep their dtypes; weights are cast now, not at run time.
     """
-    raise NotImplementedError
+    from lowering.aten_cast import cast_program
+
+    return cast_program(program, dtype, keep)

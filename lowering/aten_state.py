@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.export.graph_signature import InputSpec, OutputSpec
 
-__all__ = ["LiftedState"]
+__all__ = ["LiftedState", "rebuild"]
 
 aten = torch.ops.aten
 
@@ -102,10 +102,9 @@ class LiftedState:
         writebacks = self._order_outputs(input_specs, output_specs, len(inputs))
         _copy_unowned_outputs(graph)
         names = _name_outputs(graph, segment, taken, len(writebacks))
-        exported = self._rebuild(user_nodes)
-        constants = {
-            n.name: (self._fqn[n], self._value[n]) for n in graph.find_nodes(op="placeholder") if n in self._fqn
-        }
+        state = {n: (self._fqn[n], self._value[n]) for n in graph.find_nodes(op="placeholder") if n in self._fqn}
+        exported = rebuild(self.gm, state, self.exported)
+        constants = {node.name: entry for node, entry in state.items()}
         return AtenProgram(exported, specs, names, writebacks, buffers, constants)
 
     def _interface(self) -> tuple[list[InputSpec], list[OutputSpec]]:
@@ -147,38 +146,47 @@ class LiftedState:
         output.args = ((*results, *(node for node, _, _ in mutations)),)
         return [WriteBack(len(results) + i, kind, target) for i, (_, kind, target) in enumerate(mutations)]
 
-    def _rebuild(self, user_nodes: list[Node]) -> ExportedProgram:
-        from torch.export import ExportedProgram
-        from torch.export import graph_signature as sig
 
-        graph = self.gm.graph
-        state: dict[str, Tensor] = {}
-        input_specs = []
-        for node in graph.find_nodes(op="placeholder"):
-            argument = sig.TensorArgument(node.name)
-            if node not in self._fqn:
-                input_specs.append(sig.InputSpec(sig.InputKind.USER_INPUT, argument, None))
-                continue
-            fqn, value = self._fqn[node], self._value[node]
-            state[fqn] = value
-            if isinstance(value, nn.Parameter):
-                input_specs.append(sig.InputSpec(sig.InputKind.PARAMETER, argument, fqn))
-            else:
-                input_specs.append(sig.InputSpec(sig.InputKind.BUFFER, argument, fqn, persistent=True))
-        results = output_values(graph)
-        output_specs = [sig.OutputSpec(sig.OutputKind.USER_OUTPUT, sig.TensorArgument(n.name), None) for n in results]
-        graph.lint()
-        return ExportedProgram(
-            root=self.gm,
-            graph=graph,
-            graph_signature=sig.ExportGraphSignature(input_specs, output_specs),
-            state_dict=state,
-            range_constraints=self.exported.range_constraints,
-            module_call_graph=_module_calls(len(user_nodes), len(results)),
-            example_inputs=None,
-            constants={},
-            verifiers=self.exported.verifiers,
-        )
+def rebuild(gm: GraphModule, state: dict[Node, tuple[str, Tensor]], like: ExportedProgram) -> ExportedProgram:
+    """An exported program around an edited graph.
+
+    Args:
+        gm: its placeholders are the keys of `state`, then the inputs.
+        state: placeholder -> (FQN, value) of everything lifted.
+        like: the program that it was made from.
+    """
+    from torch.export import ExportedProgram
+    from torch.export import graph_signature as sig
+
+    graph = gm.graph
+    values: dict[str, Tensor] = {}
+    input_specs = []
+    placeholders = graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        argument = sig.TensorArgument(node.name)
+        if node not in state:
+            input_specs.append(sig.InputSpec(sig.InputKind.USER_INPUT, argument, None))
+            continue
+        fqn, value = state[node]
+        values[fqn] = value
+        if isinstance(value, nn.Parameter):
+            input_specs.append(sig.InputSpec(sig.InputKind.PARAMETER, argument, fqn))
+        else:
+            input_specs.append(sig.InputSpec(sig.InputKind.BUFFER, argument, fqn, persistent=True))
+    results = output_values(graph)
+    output_specs = [sig.OutputSpec(sig.OutputKind.USER_OUTPUT, sig.TensorArgument(n.name), None) for n in results]
+    graph.lint()
+    return ExportedProgram(
+        root=gm,
+        graph=graph,
+        graph_signature=sig.ExportGraphSignature(input_specs, output_specs),
+        state_dict=values,
+        range_constraints=like.range_constraints,
+        module_call_graph=_module_calls(len(placeholders) - len(state), len(results)),
+        example_inputs=None,
+        constants={},
+        verifiers=like.verifiers,
+    )
 
 
 def _module_calls(n_inputs: int, n_outputs: int) -> list:
