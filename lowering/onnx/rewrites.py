@@ -23,6 +23,7 @@ def canonicalize(model: onnx_ir.Model) -> None:
         _dequantize_to_cast_type(graph)
     _global_average_pools(graph)
     _zero_points_of_matmul_weights(graph)
+    _name_quantization_parameters(graph)
 
 
 def _dequantize_to_cast_type(graph: onnx_ir.Graph) -> None:
@@ -33,20 +34,20 @@ def _dequantize_to_cast_type(graph: onnx_ir.Graph) -> None:
     import onnx_ir as ir
 
     for node in list(graph):
-        if node.op_type != "DequantizeLinear":
+        source = node.inputs[0].producer() if node.op_type == "Cast" and node.inputs[0] is not None else None
+        if source is None or source.op_type != "DequantizeLinear" or "output_dtype" in source.attributes:
             continue
-        value = node.outputs[0]
-        casts = [user for user, _ in value.uses()]
-        types = {user.attributes["to"].as_int() for user in casts if user.op_type == "Cast"}
-        if len(types) != 1 or any(user.op_type != "Cast" for user in casts) or value.is_graph_output():
-            continue
-        target = ir.DataType(types.pop())
+        target = ir.DataType(node.attributes["to"].as_int())
         if target not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
             continue
-        node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(target))
-        value.dtype = target
-        for cast in casts:
-            _replace(graph, cast, value)
+        attributes = [*source.attributes.values(), ir.AttrInt64("output_dtype", int(target))]
+        metadata = dict(source.metadata_props)
+        twin = ir.Node("", "DequantizeLinear", source.inputs, attributes, name=node.name, metadata_props=metadata)
+        twin.outputs[0].type, twin.outputs[0].shape = ir.TensorType(target), node.outputs[0].shape
+        graph.insert_before(node, twin)
+        _replace(graph, node, twin.outputs[0])
+        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+            graph.remove(source, safe=True)
 
 
 def _global_average_pools(graph: onnx_ir.Graph) -> None:
@@ -125,6 +126,21 @@ def _zero_points_of_matmul_weights(graph: onnx_ir.Graph) -> None:
             graph.register_initializer(value)
         dequantize.resize_inputs(3)
         dequantize.replace_input_with(2, graph.initializers[name])
+
+
+def _name_quantization_parameters(graph: onnx_ir.Graph) -> None:
+    """Scales and zero points of weights are called after the weight: `fc.weight_scale` instead of `val_7`."""
+    for node in graph:
+        if node.op_type != "DequantizeLinear":
+            continue
+        quantized, *parameters = node.inputs
+        if quantized is None or quantized.name not in graph.initializers:
+            continue
+        for parameter, suffix in zip(parameters, ("scale", "zero_point"), strict=False):
+            name = f"{quantized.name}_{suffix}"
+            own = parameter is not None and parameter.name in graph.initializers and len(parameter.uses()) == 1
+            if parameter is not None and own and name not in graph.initializers:
+                parameter.name = name
 
 
 def _replace(graph: onnx_ir.Graph, node: onnx_ir.Node, value: onnx_ir.Value) -> None:
