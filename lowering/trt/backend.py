@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import Node
 
 from lowering.backend import install
 from lowering.module import SegmentInfo
-from lowering.settings import Settings
+from lowering.settings import FLOAT_TYPES, Settings
 from lowering.summary import op_rows, precision_text
 from lowering.twin import float_twin
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
     from lowering.segments import Segmented
+    from lowering.trt.build import Engine
+    from lowering.trt.reference import ReferenceNetwork
 
 __all__ = ["TensorRTBackend"]
 
