@@ -42,7 +42,7 @@ def propagate_shapes(
         >>> from fx_passes import trace
         >>> gm = propagate_shapes(trace(torch.nn.Linear(3, 4)), torch.rand(2, 3), dynamic_shapes={"input_1": {0: "n"}})
         >>> [shape_text(node) for node in gm.graph.nodes]
-        ['n×3', 'n×4', 'n×4']
+        ['[n, 3]', '[n, 4]', '[n, 4]']
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -170,8 +170,8 @@ def concrete_shape(value: Tensor) -> tuple[int, ...]:
 
 
 def shape_text(node: Node) -> str:
-    """The shape of a node's value for people: "n×3×224×224", elements of tuples separated by commas; "" if unknown."""
+    """The shape of a node's value for people: "[n, 3, 224, 224]", one for each tensor of a tuple; "" if unknown."""
     gm = node.graph.owning_module
     names = gm.meta.get("dimensions", {}) if isinstance(gm, GraphModule) else {}
     tensors = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-    return ", ".join("×".join(names.get(str(s), str(s)) for s in t.shape) or "scalar" for t in tensors)
+    return " ".join("[" + ", ".join(names.get(str(s), str(s)) for s in t.shape) + "]" for t in tensors)

@@ -62,9 +62,9 @@ def test_dynamic_dimensions_are_symbols(batch):
         dynamic_shapes={"x": {0: torch.export.Dim("batch"), 2: "height"}},
     )
     texts = {n.name: shape_text(n) for n in gm.graph.nodes}
-    assert texts["x"] == "batch×3×height×9"
-    assert texts["fc"] == "batch×5"
-    assert texts["conv"].startswith("batch×4×") and texts["conv"].endswith("×7") and "8" not in texts["conv"]
+    assert texts["x"] == "[batch, 3, height, 9]"
+    assert texts["fc"] == "[batch, 5]"
+    assert texts["conv"].startswith("[batch, 4, ") and texts["conv"].endswith(", 7]") and "8" not in texts["conv"]
 
 
 def test_dimensions_of_one_name_are_one_symbol():
@@ -74,7 +74,7 @@ def test_dimensions_of_one_name_are_one_symbol():
 
     dims = {"x": {0: "n"}, "y": {0: "n"}}
     gm = propagate_shapes(trace(Add()), torch.rand(2, 3), torch.rand(2, 3), dynamic_shapes=dims)
-    assert shape_text(gm.graph.output_node()) == "n×3"
+    assert shape_text(gm.graph.output_node()) == "[n, 3]"
     with pytest.raises(InputError, match="dimension 'n' is 2 and 3"):
         propagate_shapes(trace(Add()), torch.rand(2, 3), torch.rand(3, 3), dynamic_shapes=dims)
 
@@ -90,7 +90,7 @@ def test_a_node_that_fixes_a_dynamic_dimension_is_named():
 
 def test_a_node_that_refuses_its_input_is_named():
     with pytest.raises(
-        InputError, match=r"shapes do not fit: (.|\n)*x: 2×4×8×8(.|\n)*node 'conv'(.|\n)*test_shapes.py:\d+"
+        InputError, match=r"shapes do not fit: (.|\n)*x: \[2, 4, 8, 8\](.|\n)*node 'conv'(.|\n)*test_shapes.py:\d+"
     ):
         propagate_shapes(trace(Net().eval()), torch.rand(2, 4, 8, 8))
 
@@ -127,4 +127,4 @@ def test_data_dependent_sizes_are_symbols():
             return x.nonzero()
 
     gm = propagate_shapes(trace(Nonzero()), torch.rand(4))
-    assert shape_text(gm.graph.output_node()).endswith("×1")
+    assert shape_text(gm.graph.output_node()).endswith(", 1]")
