@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -17,8 +15,11 @@ from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import TraceError
 
 from fx_passes import trace_args
-from fx_passes.errors import CaptureError, InputError, LoweringError
+from fx_passes.attention import straight_forward
+from fx_passes.errors import CaptureError, InputError
+from fx_passes.frames import failure_reason, user_frame
 from fx_passes.graph_module import GraphModuleWithAttr
+from fx_passes.objects import holds_traced, object_paths
 from fx_passes.patching import activate, current_tracer, replaced_factories
 from fx_passes.proxy import TensorAttribute, TracedValue, contains_traced
 from fx_passes.state import recorded_buffer_assignment, restored_state
@@ -31,11 +32,6 @@ __all__ = ["QuantizationTracer", "trace"]
 # torch.fx replaces nn.Module.__call__ for the whole process while it traces; two traces must not overlap.
 _lock = threading.RLock()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_PACKAGE_DIRS = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "lowering") + os.sep,
-)
 WRAPPED = "wrapped by the user"
 
 
@@ -90,8 +86,9 @@ class _Untraceable(BaseException):
 class QuantizationTracer(Tracer):
     """Traces a model down to the modules that are defined in `torch.nn`.
 
-    Leaves are the modules of `torch.nn` (containers aside), those skipped here, those of wrapped classes, and those
-    that cannot be entered; the latter carry the reason in `node.meta["untraceable"]`. Quant stubs are transparent.
+    Leaves are the modules of `torch.nn` (containers and attention aside), those skipped here, those of wrapped
+    classes, and those that cannot be entered; the latter carry the reason in `node.meta["untraceable"]`. Quant stubs
+    are transparent.
 
     Args:
         skipped_module_names: qualified names of modules not to enter.
@@ -161,12 +158,15 @@ class QuantizationTracer(Tracer):
             try:
                 graph = super().trace(root)
             except Exception as error:
-                raise _Untraceable("", _reason(error)) from error
+                raise _Untraceable("", failure_reason(error)) from error
         trace_args.erase_unused(graph)
         graph.lint()
         return graph
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        straight = straight_forward(self.root) if is_module else None
+        if straight is not None:
+            return self._plan.arguments(self, lambda _, *args, **kwargs: straight(*args, **kwargs), [self.root])
         return self._plan.arguments(self, root_fn, [self.root] if is_module else [])
 
     def _capture_error(self, root: Any, failure: _Untraceable) -> CaptureError:
@@ -185,7 +185,8 @@ class QuantizationTracer(Tracer):
             return True
         if isinstance(m, (*self.skipped_module_classes, torch.jit.ScriptModule)) or is_wrapped_module(m):
             return True
-        return type(m).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(m, _CONTAINERS)
+        defined_in_torch = type(m).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+        return defined_in_torch and not isinstance(m, _CONTAINERS) and straight_forward(m) is None
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """One node for a leaf, the stub's own argument for a stub, else the nodes of `m`'s forward."""
@@ -208,9 +209,9 @@ class QuantizationTracer(Tracer):
                 proxy.node.meta["untraceable"] = self.leaf_reasons[path]
             return proxy
         try:
-            return super().call_module(m, forward, args, kwargs)
+            return super().call_module(m, straight_forward(m) or forward, args, kwargs)
         except Exception as error:
-            raise _Untraceable(path, _reason(error)) from error
+            raise _Untraceable(path, failure_reason(error)) from error
 
     def path_of_module(self, mod: nn.Module) -> str:
         if isinstance(self._user_root, nn.Module) and mod is self._user_root and mod is not self.root:
@@ -253,7 +254,7 @@ class QuantizationTracer(Tracer):
         if kind not in ("placeholder", "output") and _autocast_state() != self._autocast:
             raise TraceError("the forward changes torch.autocast, which a graph does not record")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        source = _user_frame()
+        source = user_frame(QuantizationTracer._trace_once.__code__)
         if source is not None and kind not in ("placeholder", "output"):
             node.meta["source"] = source
         path = self.scope.module_path
@@ -291,7 +292,7 @@ class QuantizationTracer(Tracer):
             path = self.object_path(a)
             if path is not None:
                 return self.create_node("get_attr", path, (), {})
-            if _holds_traced(a):
+            if holds_traced(a):
                 raise TraceError(f"a {type(a).__name__} that holds traced values is passed on or returned") from None
             return self._constant("_object_constant", a)
 
@@ -342,14 +343,7 @@ class QuantizationTracer(Tracer):
         if value is self._user_root or value is self.root:
             return "_self"
         if not self._object_paths:
-            for name, module in self._user_root.named_modules(remove_duplicate=False):
-                prefix = f"_self.{name}" if name else "_self"
-                self._object_paths.setdefault(id(module), prefix)
-                _collect_objects(module, prefix, self._object_paths, depth=3)
-                if isinstance(module, GraphModuleWithAttr):
-                    for path, inner in module._self.named_modules():
-                        dotted = f"{prefix}._self.{path}" if path else f"{prefix}._self"
-                        self._object_paths.setdefault(id(inner), dotted)
+            self._object_paths = object_paths(self._user_root)
         return self._object_paths.get(id(value))
 
 
@@ -365,51 +359,5 @@ def _method_name(target: Any, args: tuple) -> str | None:
     return name if found is target else None
 
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, nn.Module, torch.dtype, torch.device, type)
-
-
-def _collect_objects(holder: Any, prefix: str, paths: dict[int, str], depth: int) -> None:
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
-        if isinstance(value, (*_PLAIN, dict, list, tuple, set)) or not name.isidentifier() or id(value) in paths:
-            continue
-        if name.startswith("_") and isinstance(holder, nn.Module) and name in nn.Module().__dict__:
-            continue
-        paths[id(value)] = f"{prefix}.{name}"
-        if depth > 1:
-            _collect_objects(value, f"{prefix}.{name}", paths, depth - 1)
-
-
-def _holds_traced(value: Any) -> bool:
-    held = getattr(value, "__dict__", {})
-    return contains_traced(dict(held)) if isinstance(held, dict) else False
-
-
 def _autocast_state() -> tuple:
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-
-
-def _user_frame() -> tuple[str, int] | None:
-    """File and line of the last frame outside torch and this package, no further out than the trace itself."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code is not QuantizationTracer._trace_once.__code__:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE_DIRS) and not name.startswith("<"):
-            return name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    """What failed, with the user's line: the last one of the traceback outside torch and this package."""
-    import linecache
-    import traceback
-
-    message = str(error).strip().split("\n")[0] or type(error).__name__
-    if not isinstance(error, (TraceError, LoweringError)):
-        message = f"{type(error).__name__}: {message}"
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE_DIRS) and not name.startswith("<"):
-            code = linecache.getline(name, line).strip()
-            return f"{message} ({os.path.basename(name)}:{line}: {code})"
-    return message

@@ -654,3 +654,32 @@ def test_torchvision_models_trace_to_equal_graphs(name):
     with torch.no_grad():
         x = torch.randn(1, 3, 64, 64)
         same(gm(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    ],
+    ids=["attention", "encoder"],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["as root", "as submodule"])
+def test_attention_is_entered(layer, inside):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x):
+            return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
+
+    torch.manual_seed(0)
+    model = (Model() if inside else layer()).eval()
+    inputs = (torch.randn(3, 2, 8),) * (1 if inside or not isinstance(model, nn.MultiheadAttention) else 3)
+    gm = trace(model)
+    assert not any(isinstance(m, nn.MultiheadAttention) for n, m in gm.named_modules() if n in targets(gm))
+    assert gm.meta["leaf_reasons"] == {} and list(gm.state_dict()) == list(model.state_dict())
+    actual, expected = gm(*inputs), model(*inputs)
+    for a, e in zip(actual, expected, strict=True) if isinstance(expected, tuple) else [(actual, expected)]:
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)  # the products are summed in another order

@@ -288,7 +288,7 @@ class Head(nn.Module):
 
     @wrap
     def summary(self, x):
-        return float(x.mean()) + self.conv.weight.sum()
+        return float(x.detach().mean()) + self.conv.weight.sum()
 
 
 class Base(nn.Module):

@@ -1,0 +1,46 @@
+"""The user's line: of a node while it is made, of an error once it is caught."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+import types
+
+import torch
+from torch.fx.proxy import TraceError
+
+from fx_passes.errors import LoweringError
+
+__all__ = ["failure_reason", "user_frame"]
+
+_PACKAGE_DIRS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "lowering") + os.sep,
+)
+
+
+def user_frame(stop: types.CodeType) -> tuple[str, int] | None:
+    """File and line of the last frame outside torch and this package, no further out than the code `stop`."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not stop:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE_DIRS) and not name.startswith("<"):
+            return name, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def failure_reason(error: BaseException) -> str:
+    """What failed, with the user's line: the last one of the traceback outside torch and this package."""
+    message = str(error).strip().split("\n")[0] or type(error).__name__
+    if not isinstance(error, (TraceError, LoweringError)):
+        message = f"{type(error).__name__}: {message}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    users = [(name, line) for name, line in frames if not name.startswith((*_PACKAGE_DIRS, "<"))]
+    layers = [(name, line) for name, line in frames if f"torch{os.sep}nn{os.sep}" in name]
+    for name, line in (users or layers)[-1:]:
+        return f"{message} ({os.path.basename(name)}:{line}: {linecache.getline(name, line).strip()})"
+    return message
