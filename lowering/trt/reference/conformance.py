@@ -17,15 +17,16 @@ import torch
 
 from fx_passes.errors import BuildError, LoweringError
 from lowering.trt.reference import dtypes
+from lowering.trt.reference.coverage import Use, uses
 from lowering.trt.reference.exceptions import EXCEPTIONS
 from lowering.trt.reference.parser import network_from_onnx
-from lowering.trt.reference.records import LayerRecord
 from lowering.trt.reference.run import ReferenceNetwork
 
 __all__ = ["EXCEPTIONS", "KINDS", "Case", "Outcome", "cases", "light_models", "run_case", "run_light_model", "summary"]
 
-#: Sets of test cases in the package: the operators' own, those exported from PyTorch, and a few composed ones.
-KINDS = ("node", "pytorch-converted", "pytorch-operator", "simple")
+#: Sets of test cases in the package: the operators' own, the same with every size of every input made unknown, those
+#: exported from PyTorch, and a few composed ones.
+KINDS = ("node", "node-dynamic", "pytorch-converted", "pytorch-operator", "simple")
 
 #: Recorded outputs in a reduced type were rounded at other places than ours: two units in the last place.
 _UNITS = {"HALF": 2 * 2.0**-10, "BF16": 2 * 2.0**-7, "FP8": 2 * 2.0**-3}
@@ -51,13 +52,13 @@ class Outcome:
         name: of the case.
         accepted: whether NVIDIA's parser takes the model.
         failure: why the outputs are not the recorded ones; None where they are.
-        layers: the network's layers.
+        uses: of layers, in the network; see `coverage`.
     """
 
     name: str
     accepted: bool
     failure: str | None
-    layers: tuple[LayerRecord, ...] = ()
+    uses: frozenset[Use] = frozenset()
 
 
 @functools.cache
@@ -67,11 +68,30 @@ def cases(kind: str) -> tuple[Case, ...]:
         from onnx.backend.test.case.node import collect_testcases
 
         found = [Case(c.name, kind, c.model, c.data_sets or (), c.rtol, c.atol) for c in collect_testcases()]
+    elif kind == "node-dynamic":
+        found = [_dynamic(case) for case in cases("node")]
     else:
         from onnx.backend.test.loader import load_model_tests
 
         found = [_stored(c, kind) for c in load_model_tests(kind=kind)]
     return tuple(sorted(found, key=lambda case: case.name))
+
+
+def _dynamic(case: Case) -> Case:
+    """The case with symbols for sizes, so that the parser has to compute them at run time.
+
+    Vectors keep theirs: most are shapes, axes or counts, and NVIDIA's parser (RTX 1.7) crashes on a TopK or a
+    NonMaxSuppression whose count is a vector of unknown size.
+    """
+    import onnx
+
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    for value in (*model.graph.input, *model.graph.output):
+        sizes = value.type.tensor_type.shape.dim
+        for position, size in enumerate(sizes if len(sizes) > 1 else ()):
+            size.dim_param = f"{value.name}_{position}"
+    return Case(case.name, "node-dynamic", model, case.data_sets, case.rtol, case.atol)
 
 
 def _stored(case: Any, kind: str) -> Case:
@@ -106,14 +126,14 @@ def run_case(case: Case) -> Outcome:
         network = network_from_onnx(case.model)
     except BuildError as error:
         return Outcome(case.name, False, str(error))
-    layers = network.record.layers
+    found = frozenset(uses(network.record))
     try:
         failure = next(
             filter(None, (_difference(network, case, inputs, outputs) for inputs, outputs in case.data_sets)), None
         )
     except LoweringError as error:
         failure = f"{type(error).__name__}: {error}"
-    return Outcome(case.name, True, failure, layers)
+    return Outcome(case.name, True, failure, found)
 
 
 def _difference(network: ReferenceNetwork, case: Case, inputs: Sequence[Any], recorded: Sequence[Any]) -> str | None:
@@ -195,7 +215,7 @@ def summary(kind: str, outcomes: Sequence[Outcome]) -> str:
     """One line: how many cases there are, are accepted, and pass."""
     accepted = [outcome for outcome in outcomes if outcome.accepted]
     passed = [outcome for outcome in accepted if outcome.failure is None]
-    types = {layer.type for outcome in accepted for layer in outcome.layers}
+    types = {use[0] for outcome in accepted for use in outcome.uses}
     return (
         f"{kind}: {len(outcomes)} cases, NVIDIA's parser accepts {len(accepted)} (with {len(types)} layer types), "
         f"the executor gives the recorded outputs of {len(passed)}"
