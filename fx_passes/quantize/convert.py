@@ -16,11 +16,11 @@ from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer,
 from fx_passes.node_meta import inherit_meta
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
+from fx_passes.quantize.insertion import insertion_point
 from fx_passes.quantize.layer import Layer, layer_of
-from fx_passes.quantize.observers import Observer
-from fx_passes.quantize.prepare import OBSERVER_PREFIX, insertion_point, observers_of
+from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
-from fx_passes.quantize.weights import bias_scale, pair_scale, quantize_weight, raise_scale_for_bias, weight_scale
+from fx_passes.quantize.weights import LayerScale, integer_bias, quantize_weight
 
 __all__ = ["convert_fx"]
 
@@ -51,53 +51,57 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
         torch.int8
     """
     stage = prepared.meta.get("stage") if isinstance(prepared, GraphModule) else None
-    if stage == "prepared_qat":
-        from fx_passes.quantize.qat import calibrated_from_qat
+    if stage == "prepared":
+        gm, qparams = _without_observers(prepared)
+        learned: dict[str, Tensor] = {}
+    elif stage == "prepared_qat":
+        from fx_passes.quantize.qat_convert import without_fake_quantization
 
-        prepared = calibrated_from_qat(prepared)
-    elif stage != "prepared":
+        gm, qparams, learned = without_fake_quantization(prepared)
+    else:
         raise StageError(
             f"convert_fx got a graph at stage {stage!r}",
             hint="call prepare_calibration_fx or prepare_qat_fx first, and run data through the result",
         )
-    gm = copy_graph_module(prepared)
-    observers = observers_of(gm)
-    _remove_observers(gm.graph, set(observers))
-    _drop_unquantizable(gm.graph, observers)
     if not any(a.quantized for node in gm.graph.nodes if (a := annotation_of(node)) is not None):
         raise QuantizationError(
             f"nothing in this model can be quantized for {gm.meta['target']!r}: {_reasons(gm.graph)}",
             hint="lower it with precision='fp16' or 'fp32', or relax the quantization configuration",
         )
-    qparams = {name: o.qparams() for name, o in observers.items() if o.seen_type is None}
-    _Conversion(gm, qparams).run()
+    _Conversion(gm, qparams, learned).run()
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "converted"
     return gm
 
 
-def _remove_observers(graph: Graph, names: set[str]) -> None:
-    targets = {f"{OBSERVER_PREFIX}.{name}" for name in names}
-    for node in list(graph.nodes):
-        if node.op == "call_module" and node.target in targets:
+def _without_observers(prepared: GraphModule) -> tuple[GraphModule, dict[str, tuple[float, int]]]:
+    """The annotated float graph, and scale and zero point by node name."""
+    gm = copy_graph_module(prepared)
+    observers = observers_of(gm)
+    for name in observers:
+        for node in gm.graph.find_nodes(op="call_module", target=f"{OBSERVER_PREFIX}.{name}"):
             node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
+            gm.graph.erase_node(node)
+    leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})
+    return gm, {name: o.qparams() for name, o in observers.items() if o.seen_type is None}
 
 
-def _drop_unquantizable(graph: Graph, observers: dict[str, Observer]) -> None:
-    """Leave in float what calibration showed to work on integers, lists or the like."""
-    while True:
-        bad = {
-            v.node: observers[v.scale_of.name] for v in quantized_values(graph) if observers[v.scale_of.name].seen_type
-        }
-        if not bad:
-            return
-        for node, observer in bad.items():
+def leave_float(graph: Graph, seen: dict[str, str]) -> None:
+    """Leave in float what reads or gives a value that turned out to be no floating point tensor.
+
+    Args:
+        graph: annotated; its annotations are changed.
+        seen: the type that the value of a node had, by node name.
+    """
+    while bad := {
+        value.node: seen[value.scale_of.name] for value in quantized_values(graph) if value.scale_of.name in seen
+    }:
+        for node, found in bad.items():
             for concerned in (node, *node.users):
                 annotation = annotation_of(concerned)
                 if annotation is not None and annotation.quantized:
-                    reason = f"the value of '{node.name}' is {observer.seen_type}, not a floating point tensor"
+                    reason = f"the value of '{node.name}' is {found}, not a floating point tensor"
                     concerned.meta["quantization"] = as_float(annotation, reason)
 
 
@@ -113,8 +117,8 @@ class _Stored:
 class _Conversion:
     """One run of the conversion."""
 
-    def __init__(self, gm: GraphModule, qparams: dict[str, tuple[float, int]]):
-        self.gm, self.graph, self.qparams = gm, gm.graph, qparams
+    def __init__(self, gm: GraphModule, qparams: dict[str, tuple[float, int]], learned: dict[str, Tensor]):
+        self.gm, self.graph, self.qparams, self.learned = gm, gm.graph, qparams, learned
         self.scheme: TargetScheme = target_scheme(gm.meta["target"])
         self.layers: dict[Node, Layer] = {}
         self.informative: dict[str, Tensor] = {}  # buffers that no node reads
@@ -161,26 +165,20 @@ class _Conversion:
         for key, nodes in groups.items():
             layer, annotation = self.layers[nodes[0]], annotation_of(nodes[0])
             assert annotation is not None
-            axis = layer.axis if annotation.weight == "per_channel" else None
-            scale = self._scale(nodes[0], layer.weight, axis, annotation.weight_method)
-            if self.scheme.safe_pairs and axis is not None and not layer.transposed and not layer.depthwise:
-                scale = torch.maximum(scale, pair_scale(layer.weight, scheme, axis))
-            for node in nodes:
-                scale = self._fit_bias(scale, self.layers[node])
-            stored[key] = _Stored(quantize_weight(layer.weight, scale, scheme, axis), scale, axis)
+            assert annotation.weight is not None
+            scaling = LayerScale.for_layer(layer, self.scheme, annotation.weight, annotation.weight_method)
+            scales = [self._scale(node, scaling) for node in nodes]
+            scale = torch.stack(scales).amax(0)
+            stored[key] = _Stored(quantize_weight(layer.weight, scale, scheme, scaling.axis), scale, scaling.axis)
         return stored
 
-    def _scale(self, node: Node, weight: Tensor, axis: int | None, method: str) -> Tensor:
+    def _scale(self, node: Node, scaling: LayerScale) -> Tensor:
+        layer = self.layers[node]
         try:
-            return weight_scale(weight, self.scheme.weight, axis, method)
+            learned = self.learned.get(node.name)
+            return scaling.of(layer.weight, layer.bias, self._integer_bias_input(layer), learned)
         except QuantizationError as error:
             raise QuantizationError(error.what, node=node, hint=error.hint) from error
-
-    def _fit_bias(self, scale: Tensor, layer: Layer) -> Tensor:
-        input_scale = self._integer_bias_input(layer)
-        if input_scale is None:
-            return scale
-        return raise_scale_for_bias(scale, layer.bias, input_scale, layer.products, self.scheme.weight)
 
     def _integer_bias_input(self, layer: Layer) -> float | None:
         """The input's scale where the bias is stored as integers of input scale * weight scale, else None."""
@@ -188,7 +186,7 @@ class _Conversion:
         annotation = annotation_of(source)
         if annotation is not None and annotation.op == "pad" and annotation.quantized:
             source = source.all_input_nodes[0]
-        if self.scheme.bias is None or not is_dequantize(source):
+        if self.scheme.bias is None or layer.transposed or not is_dequantize(source):
             return None
         return float(source.args[1])  # type: ignore[arg-type]
 
@@ -246,14 +244,12 @@ class _Conversion:
         if layer.bias is None:
             return None
         input_scale = self._integer_bias_input(layer)
-        if input_scale is None or weight.axis is None:
+        if input_scale is None:
             set_buffer(self.gm, _join(path, "bias"), layer.bias)
             return self._get(_join(path, "bias"), node)
         s: QuantScheme = self.scheme.bias  # type: ignore[assignment]
-        scale = bias_scale(weight.scale, input_scale)
+        integers, scale = integer_bias(layer.bias, weight.scale, input_scale, self.scheme)
         name = self._free_bias_name(path, scale)
-        # In float64: an int32 has more digits than a float32.
-        integers = torch.round(layer.bias.double() / scale.double()).clamp(s.quant_min, s.quant_max).to(s.dtype)
         set_buffer(self.gm, _join(path, name), integers)
         set_buffer(self.gm, _join(path, f"{name}_scale"), scale)
         stored = self._get(_join(path, name), node)

@@ -137,7 +137,7 @@ def _of_function(gm: GraphModule, node: Node, op: str) -> Layer | str:
         return f"its bias {why}"
     return Layer(
         op=op,
-        path=str(weight.target).removesuffix(".weight") or str(weight.target),
+        path=_parent(str(weight.target)),
         input=activation,
         weight=value,
         bias=offset,
@@ -147,6 +147,12 @@ def _of_function(gm: GraphModule, node: Node, op: str) -> Layer | str:
         groups=int(given.get("groups", 1)),
         parameters=tuple(str(p.target) for p in (weight, bias) if isinstance(p, Node)),
     )
+
+
+def _parent(target: str) -> str:
+    """Where the quantized form of a parameter goes: beside it if it is called "weight", else in a place of its own."""
+    prefix, _, name = target.rpartition(".")
+    return prefix if name == "weight" else f"{target}_quantized"
 
 
 def _constant(gm: GraphModule, node: Any) -> tuple[Tensor | None, str]:

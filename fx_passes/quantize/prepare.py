@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from fx_passes.errors import InputError, StageError
-from fx_passes.graph_module import set_submodule
-from fx_passes.node_meta import describe, inherit_meta
+from fx_passes.node_meta import describe
 from fx_passes.quantize.annotation import Annotation, annotation_of, quantized_values
+from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.observers import OBSERVERS, Observer
 from fx_passes.quantize.placement import annotate
 from fx_passes.quantize.qconfig import QConfig
@@ -22,7 +20,6 @@ from fx_passes.quantize.scheme import target_scheme
 __all__ = [
     "OBSERVER_PREFIX",
     "fused_float",
-    "insertion_point",
     "observers_of",
     "prepare_calibration_fx",
     "record_example",
@@ -68,7 +65,7 @@ def prepare_calibration_fx(
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
             observer = _observer_for(value.node, value.readers, scheme.activation)
-            _insert(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
+            insert_module(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "prepared"
@@ -78,24 +75,14 @@ def prepare_calibration_fx(
 
 def fused_float(model: nn.Module) -> GraphModule:
     """The fused eval graph of `model`, whatever float stage it is at."""
-    from fx_passes.functional import functionalize
     from fx_passes.fuse import fuse_fx
 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
-    if not isinstance(model, GraphModule):
-        return fuse_fx(model)
-    stage = model.meta.get("stage", "traced")
+    stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
     if stage in ("prepared", "prepared_qat", "converted"):
         raise StageError(f"this graph is already {stage}", hint="start from the float model")
-    if model.meta.get("training", model.training):
-        raise StageError(
-            f"the graph of '{type(model).__name__}' was traced in train mode",
-            hint="call model.eval() before trace(); a graph keeps the branches it was traced with",
-        )
-    if stage == "traced":
-        model = functionalize(model)
-    return model if stage == "fused" else fuse_fx(model)
+    return model if stage == "fused" else fuse_fx(model)  # type: ignore[return-value]
 
 
 def observers_of(gm: GraphModule) -> dict[str, Observer]:
@@ -107,51 +94,8 @@ def observers_of(gm: GraphModule) -> dict[str, Observer]:
     }
 
 
-def record_example(gm: GraphModule, example_inputs: Any) -> None:
-    """Keep `example_inputs` in `gm.meta`, or arrange for the first inputs that `gm` is called with to be kept."""
-    if example_inputs is not None:
-        gm.meta["example_inputs"] = (
-            example_inputs
-            if isinstance(example_inputs, (tuple, dict))
-            else tuple(example_inputs)
-            if isinstance(example_inputs, list)
-            else (example_inputs,)
-        )
-    elif "example_inputs" not in gm.meta:
-        gm.register_forward_pre_hook(_record_first, with_kwargs=True)
-
-
-def _record_first(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    meta: dict[str, Any] = gm.meta  # type: ignore[assignment]
-    if "example_inputs" in meta:
-        return
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-    if args and kwargs:
-        kwargs = dict(inspect.signature(gm.forward).bind(*args, **kwargs).arguments)
-    meta["example_inputs"] = kwargs or args
-
-
-def insertion_point(node: Node) -> Node:
-    """Where something computed from `node` may stand: after it, and after all placeholders."""
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return node
-
-
 def _observer_for(node: Node, readers: tuple[Node, ...], scheme: Any) -> Observer:
     """The observer that the configuration of the value's producer asks for, else that of its first reader."""
     wishes = [annotation_of(node), *(annotation_of(reader) for reader in readers)]
     name = next((w.observer for w in wishes if isinstance(w, Annotation) and w.observer), DEFAULT_OBSERVER)
     return OBSERVERS[name](scheme, name=node.name, where=describe(node))
-
-
-def _insert(gm: GraphModule, node: Node, readers: tuple[Node, ...], path: str, module: nn.Module) -> Node:
-    """Put `module` between `node` and `readers`."""
-    set_submodule(gm, path, module)
-    with gm.graph.inserting_after(insertion_point(node)):
-        new = gm.graph.call_module(path, (node,))
-    inherit_meta(new, node)
-    for reader in readers:
-        if reader is not new:
-            reader.replace_input_with(node, new)
-    return new

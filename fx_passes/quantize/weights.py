@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from fx_passes.errors import QuantizationError
-from fx_passes.quantize.scheme import QuantScheme, symmetric_scales
+from fx_passes.quantize.scheme import QuantScheme, TargetScheme, symmetric_scales
+
+if TYPE_CHECKING:
+    from fx_passes.quantize.layer import Layer
 
 __all__ = [
     "Granularity",
-    "bias_scale",
+    "LayerScale",
     "channel_sqnr",
     "dequantize_weight",
+    "integer_bias",
     "pair_scale",
     "quantize_weight",
     "raise_scale_for_bias",
@@ -102,17 +107,62 @@ def channel_sqnr(weight: Tensor, scheme: QuantScheme, axis: int, granularity: Gr
     return 10.0 * torch.log10(12.0 * mean_square / scale.square())
 
 
+@dataclass
+class LayerScale:
+    """How the weight scale of one layer is found: the same for post-training conversion and for training.
+
+    Attributes:
+        scheme: the target's formats.
+        axis: channel axis of the weight, None for one scale.
+        method: "minmax" or "mse".
+        products: products that are summed up to one output value.
+        pairs: keep pairs of products within 16 bits (see `pair_scale`).
+    """
+
+    scheme: TargetScheme
+    axis: int | None
+    method: str
+    products: int
+    pairs: bool = False
+
+    @classmethod
+    def for_layer(cls, layer: Layer, scheme: TargetScheme, granularity: Granularity, method: str) -> LayerScale:
+        pairs = scheme.safe_pairs and not layer.transposed and not layer.depthwise
+        return cls(scheme, layer.axis if granularity == "per_channel" else None, method, layer.products, pairs)
+
+    def of(
+        self, weight: Tensor, bias: Tensor | None, input_scale: float | None, learned: Tensor | None = None
+    ) -> Tensor:
+        """Scales of a weight.
+
+        Args:
+            weight, bias: of the layer, BatchNorm folded in.
+            input_scale: scale of the layer's input if the bias is stored as integers, else None.
+            learned: scales that training found, instead of `method`.
+
+        Returns:
+            float32, (channels,) or 0-dim.
+        """
+        scale = weight_scale(weight, self.scheme.weight, self.axis, self.method) if learned is None else learned
+        if self.pairs:
+            lowest = pair_scale(weight, self.scheme.weight, 0)
+            scale = torch.maximum(scale, lowest if self.axis is not None else lowest.amax())
+        if input_scale is not None:
+            scale = raise_scale_for_bias(scale, bias, input_scale, self.products, self.scheme.weight)
+        return scale
+
+
 def raise_scale_for_bias(
     scale: Tensor, bias: Tensor | None, input_scale: float, products: int, weight_scheme: QuantScheme
 ) -> Tensor:
-    """Per-channel weight scales at which an int32 bias fits beside the sum of products.
+    """Weight scales at which an int32 bias fits beside the sum of products.
 
     The bias is stored in steps of input_scale * scale. Vanishing weights make that step so small that the integer
     would overflow (microsoft/onnxruntime #22020): the scale of such a channel is raised, which costs it nothing, as
     its weights are far below its bias.
 
     Args:
-        scale: (channels,) float32.
+        scale: (channels,) or 0-dim, float32.
         bias: (channels,) float32 or None.
         input_scale: scale of the layer's input, whose integers are below 256.
         products: products summed up per output value.
@@ -120,14 +170,26 @@ def raise_scale_for_bias(
     most = max(2**31 - 1 - 256 * weight_scheme.quant_max * products, 2**24)
     lowest = torch.full_like(scale, _TINY / input_scale)
     if bias is not None:
-        lowest = torch.maximum(lowest, bias.float().abs() / (input_scale * most))
+        needed = bias.detach().float().abs() / (input_scale * most)
+        lowest = torch.maximum(lowest, needed if scale.dim() else needed.amax())
     # A hair more, as the quotient is rounded.
     return torch.maximum(scale, lowest * (1.0 + 2.0**-20))
 
 
-def bias_scale(scale: Tensor, input_scale: float) -> Tensor:
-    """The step of an int32 bias, float32, with the shape of the weight's `scale`."""
-    return scale * input_scale
+def integer_bias(bias: Tensor, scale: Tensor, input_scale: float, scheme: TargetScheme) -> tuple[Tensor, Tensor]:
+    """A bias as integers, and their unit, float32 (channels,): the scale of the products.
+
+    Args:
+        bias: (channels,) float32.
+        scale: of the weight, (channels,) or 0-dim.
+        input_scale: of the layer's input.
+        scheme: a target's formats with a `bias`.
+    """
+    assert scheme.bias is not None
+    unit = (scale * input_scale).expand(bias.shape).contiguous()
+    # In float64: an int32 has more digits than a float32.
+    integers = torch.round(bias.detach().double() / unit.double()).clamp(scheme.bias.quant_min, scheme.bias.quant_max)
+    return integers.to(scheme.bias.dtype), unit
 
 
 def _rows(weight: Tensor, axis: int | None) -> Tensor:

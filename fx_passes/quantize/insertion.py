@@ -1,0 +1,59 @@
+"""Putting modules into a graph, and keeping an example of its inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from fx_passes.graph_module import set_submodule
+from fx_passes.node_meta import inherit_meta
+
+__all__ = ["insert_module", "insertion_point", "record_example"]
+
+
+def record_example(gm: GraphModule, example_inputs: Any) -> None:
+    """Keep `example_inputs` in `gm.meta`, or arrange for the first inputs that `gm` is called with to be kept."""
+    if example_inputs is not None:
+        gm.meta["example_inputs"] = (
+            example_inputs
+            if isinstance(example_inputs, (tuple, dict))
+            else tuple(example_inputs)
+            if isinstance(example_inputs, list)
+            else (example_inputs,)
+        )
+    elif "example_inputs" not in gm.meta:
+        gm.register_forward_pre_hook(_record_first, with_kwargs=True)
+
+
+def _record_first(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    meta: dict[str, Any] = gm.meta  # type: ignore[assignment]
+    if "example_inputs" in meta:
+        return
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+    if args and kwargs:
+        kwargs = dict(inspect.signature(gm.forward).bind(*args, **kwargs).arguments)
+    meta["example_inputs"] = kwargs or args
+
+
+def insertion_point(node: Node) -> Node:
+    """Where something computed from `node` may stand: after it, and after all placeholders."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def insert_module(gm: GraphModule, node: Node, readers: Iterable[Node], path: str, module: nn.Module) -> Node:
+    """Put `module`, stored at `path`, between `node` and `readers`. Returns the new call."""
+    set_submodule(gm, path, module)
+    with gm.graph.inserting_after(insertion_point(node)):
+        new = gm.graph.call_module(path, (node,))
+    inherit_meta(new, node)
+    for reader in readers:
+        if reader is not new:
+            reader.replace_input_with(node, new)
+    return new
