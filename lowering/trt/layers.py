@@ -41,6 +41,7 @@ _NO_KERNEL = frozenset({"signal", "wait", "shape_call", "ShapeHostToDevice", "jm
 _COMPUTE = frozenset({"correlation", "deconv", "gemm"})
 # A fused kernel that holds a matrix product says so by an operation called Fc, or is the fused attention kernel.
 _FUSED_COMPUTE = re.compile(r"__myl_[A-Za-z]*Fc[A-Z_0-9]|_gemm_mha")
+_CAST_FIRST = re.compile(r"__myl_[A-Za-z]*Cast[A-Za-z]*Fc")
 _WEIGHTS = re.compile(r"^Total Weights Memory: (\d+) bytes", re.MULTILINE)
 _GRAPH = re.compile(r"_myl(\d+)(?:_\d+)?$")
 
@@ -93,8 +94,13 @@ class Layer:
 
     @property
     def is_int8(self) -> bool:
-        """Whether it is a convolution or matrix product whose activation input is int8."""
-        return self.is_compute and bool(self.inputs) and self.inputs[0].dtype == "Int8"
+        """Whether it is a convolution or matrix product whose activation input is int8.
+
+        A fused kernel that casts its int8 input before the product ("CastMulFc": dequantized on the way in) is not.
+        """
+        if not self.is_compute or not self.inputs or self.inputs[0].dtype != "Int8":
+            return False
+        return _CAST_FIRST.search(self.name) is None
 
 
 def _tensors(text: str | None) -> tuple[LayerTensor, ...]:

@@ -20,9 +20,11 @@ import torch
 from torch.fx import Node
 
 from fx_passes.errors import BuildError, InputError, LoweringError, UnsupportedOpError
+from fx_passes.node_meta import source_line
 from lowering.trt.bindings import BuilderLog, collect_log, has_dtype, logger, trt, trt_dtype
 from lowering.trt.bindings import flavour as current_flavour
 from lowering.trt.net import Net, Scalar
+from lowering.trt.net.core import safe_name
 from lowering.trt.registry import bind, converter_for
 
 __all__ = ["Network", "Profile", "build_network", "supports"]
@@ -50,6 +52,8 @@ class Program(Protocol):
 
     def constant(self, node: Node) -> torch.Tensor | None: ...
 
+    def constant_name(self, node: Node) -> str | None: ...
+
 
 @dataclass
 class Network:
@@ -65,7 +69,7 @@ class Network:
         outputs: output names, in order.
         profiles: per optimization profile, input name -> (min, opt, max) shapes; empty when all is static.
         tensors: aten node name -> name of the network tensor that holds its value.
-        modules: tag in layer metadata -> module path.
+        modules: tag in layer metadata -> label, the module path as near as is known.
         sources: tag in layer metadata -> the user's "file.py:line".
         unsupported: aten node -> reason; filled by `supports` only.
         flavour: "rtx" or "tensorrt".
@@ -157,7 +161,7 @@ class _Definer:
             self.net.reserve(self.program.outputs)
             user_inputs = iter(self.program.inputs)
             for node in self.program.exported.graph_module.graph.nodes:
-                self.net.node = node
+                self._enter(node)
                 if node.op == "placeholder":
                     value = self.program.constant(node)
                     self.values[node] = value if value is not None else self._input(next(user_inputs))
@@ -168,6 +172,9 @@ class _Definer:
             self.net.node = None
         self._describe()
         return self.network
+
+    def _enter(self, node: Node) -> None:
+        self.net.node, self.net.label = node, safe_name(_label(self.program, node))
 
     def _input(self, spec: Any) -> Any:
         if not has_dtype(spec.dtype):
@@ -299,7 +306,7 @@ class _Definer:
         marked: set[str] = set()
         for name, result in zip(self.program.outputs, results, strict=True):
             assert isinstance(result, Node)
-            self.net.node = result
+            self._enter(result)
             tensor = self.net.tensor(self.values[result])
             if tensor.is_network_input or tensor.name in marked or isinstance(self.values[result], torch.Tensor):
                 # TensorRT refuses an input as an output, and ignores the second marking of one tensor
@@ -318,12 +325,33 @@ class _Definer:
         kinds = (trt.LayerType.QUANTIZE, trt.LayerType.DEQUANTIZE)
         definition = self.network.definition
         self.network.quantized = any(definition.get_layer(i).type in kinds for i in range(definition.num_layers))
-        from fx_passes.node_meta import source_line
-
-        for tag, node in self.net.tags.items():
-            self.network.modules[tag] = str(node.meta.get("module_path") or "")
+        self.network.modules = self.net.tags
+        for node in self.program.exported.graph_module.graph.nodes:
             if (line := source_line(node)) is not None:
-                self.network.sources[tag] = line
+                self.network.sources.setdefault(safe_name(str(node.meta.get("fx_node") or node.name)), line)
+
+
+def _label(program: Program, node: Node) -> str:
+    """The module that a node stands for, such as "layer1.0.conv2"; near enough where the node has no module of its own.
+
+    A weighted op is called as the owner of its weight; anything else as its FX node, whose name begins with the path
+    of the module if it was a call of that module.
+    """
+    for argument in node.all_input_nodes:
+        origin = argument.all_input_nodes[0] if _is_dequantize(argument) else argument
+        fqn = program.constant_name(origin)
+        if fqn is not None and fqn.endswith(".weight"):
+            return fqn.removesuffix(".weight")
+    name = str(node.meta.get("fx_node") or node.name)
+    path = str(node.meta.get("module_path") or "")
+    prefix = path.replace(".", "_") + "_"
+    if path and name.startswith(prefix):
+        return f"{path}.{name.removeprefix(prefix)}"
+    return f"{path}/{name}" if path else name
+
+
+def _is_dequantize(node: Node) -> bool:
+    return str(node.target).startswith("quantized_decomposed.dequantize") and bool(node.all_input_nodes)
 
 
 def _creation_flags() -> int:

@@ -36,14 +36,16 @@ class Core:
         log: what TensorRT said so far; the first ERROR in it becomes an exception naming the current node.
         node: the aten node being converted.
         kept: host tensors whose memory the definition points into. They must outlive the definition.
-        tags: tag written into the layers' metadata -> the aten node it stands for.
+        label: what the current node's layers are called: the path of the module it stands for, as near as is known.
+        tags: tag written into the layers' metadata -> label.
     """
 
     def __init__(self, definition: Any, log: BuilderLog, reserved: Sequence[str] = ()):
         self.definition, self.log = definition, log
         self.node: Node | None = None
         self.kept: list[torch.Tensor] = []
-        self.tags: dict[str, Node] = {}
+        self.label = "network"
+        self.tags: dict[str, str] = {}
         self._layer_names: set[str] = set()
         self._tensor_names: set[str] = set(reserved)
         self._constants: dict[Any, Tensor] = {}
@@ -62,16 +64,11 @@ class Core:
         """The error for something that TensorRT, or this converter, cannot express."""
         return UnsupportedOpError(reason, node=self.node, hint=hint)
 
-    def _base(self) -> str:
-        if self.node is None:
-            return "network"
-        return safe_name(self.node.meta.get("module_path") or self.node.meta.get("fx_node") or self.node.name)
-
     def _tag(self) -> str:
         if self.node is None:
             return ""
         tag = safe_name(str(self.node.meta.get("fx_node") or self.node.name))
-        self.tags.setdefault(tag, self.node)
+        self.tags.setdefault(tag, self.label)
         return f"[{tag}]"
 
     # -- layers ---------------------------------------------------------------------------------------------------
@@ -80,14 +77,14 @@ class Core:
         """Finish a layer: name it, tag it with its node, make TensorRT check it. Returns its first output.
 
         Args:
-            kind: short name of what the layer does; the layer is called "<module path>/<kind>".
+            kind: short name of what the layer does; the layer is called "<label>/<kind>".
             layer: what an `add_*` method of the definition gave, inputs and attributes set.
 
         Raises:
             BuildError: TensorRT refuses the layer; the message is the first error of its log.
         """
         self.check(kind, refused=layer is None)
-        layer.name = _unique(f"{self._base()}/{kind}", self._layer_names)
+        layer.name = _unique(f"{self.label}/{kind}", self._layer_names)
         layer.metadata = self._tag()
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
         for index, output in enumerate(outputs):
