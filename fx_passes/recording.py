@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from fx_passes.errors import InputError, LoweringError
 from fx_passes.state import restored_state
 
-__all__ = ["Recording", "bind_inputs", "record", "tensors_in"]
+__all__ = ["Recording", "bind_inputs", "positional", "record", "tensors_in"]
 
 
 class Recording:
@@ -80,6 +80,14 @@ def bind_inputs(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if positional or named:
         raise InputError(f"the example inputs have {len(positional)} arguments too many, and {sorted(named)}")
     return values
+
+
+def positional(values: dict[Node, Any]) -> list[Any]:
+    """What `bind_inputs` gave as the arguments of `Interpreter.run`, starred ones spread out."""
+    found: list[Any] = []
+    for node, value in values.items():
+        found += list(value) if str(node.target).startswith("*") else [value]
+    return found
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -94,7 +94,7 @@ def load(
 
 def _segment_to_plain(segment: Segment, info: SegmentInfo) -> dict[str, Any]:
     return {
-        "info": asdict(info),
+        "info": info.as_dict(),
         "backend": segment.backend.artifact_record(),
         "writebacks": [asdict(w) for w in segment.writebacks],
         "buffers": segment.buffer_names,

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fx_passes.errors import ExportError, LoweringError
 from fx_passes.ops import OPS, Role
+from fx_passes.partition import check_output
+from fx_passes.recording import bind_inputs, positional
 from fx_passes.state import restored_state
 from lowering.aten import TensorSpec
 from lowering.inputs import Example, ShapeRange
@@ -58,6 +60,8 @@ def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
     """
     with restored_state(glue), torch.random.fork_rng(devices=[]), torch.no_grad():
         opt = _Recorder(glue).record(sizes.opt, count=True)
+        if "expected_output" in glue.meta:
+            check_output(glue.meta.pop("expected_output"), opt.result)
         runs = [opt] * 3
         if sizes.dynamic:
             runs = [_Recorder(glue).record(example) for example in (sizes.min, sizes.max, sizes.export)]
@@ -92,14 +96,13 @@ class _Recorder(Interpreter):
         self.inputs: dict[str, tuple[Tensor, ...]] = {}
         self.names: dict[str, list[str]] = {}
         self.flops: dict[str, int] = {}
+        self.result: Any = None
         self._counter: _FlopCounter | None = None
 
     def record(self, example: Example, *, count: bool = False) -> _Recorder:
         self._counter = _FlopCounter() if count else None
-        args = list(example.args)
-        for node in list(self.module.graph.find_nodes(op="placeholder"))[len(args) :]:
-            args.append(example.kwargs.get(str(node.target), node.args[0] if node.args else None))
-        self.run(*args)
+        args = positional(bind_inputs(self.module, example.args, example.kwargs))
+        self.result = self.run(*args)
         return self
 
     def run_node(self, node: torch.fx.Node) -> Any:

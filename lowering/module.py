@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +93,7 @@ class SegmentInfo:
         ops: the operators that placement decided on.
         engines: layer report of every engine as plain data; `{"ops": {type: count}}` for a session.
         float_twin: the layer report of the same segment all in its float type, to compare bytes; None if not int8.
+        compare: builds the engine that `float_twin` reports on; it is called when somebody asks (see `completed`).
     """
 
     name: str
@@ -103,6 +104,22 @@ class SegmentInfo:
     ops: list[OpRow] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)
     float_twin: dict[str, Any] | None = None
+    compare: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
+
+    def completed(self) -> SegmentInfo:
+        """This record with its comparison made. Building the float engine would otherwise delay every lowering."""
+        if self.compare is not None:
+            self.float_twin, self.compare = self.compare(), None
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as reports and manifests hold it."""
+        self.completed()
+        return asdict(replace(self, compare=None), dict_factory=_without_compare)
+
+
+def _without_compare(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key != "compare"}
 
 
 class LoweredModule(nn.Module):

@@ -67,19 +67,7 @@ def report_data(lowered: LoweredModule) -> dict[str, Any]:
     """Plain data: strings, numbers, lists and dicts only."""
     return {
         **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
-        "segments": [
-            {
-                "name": s.name,
-                "backend": s.backend,
-                "precision": s.precision,
-                "nodes": s.nodes,
-                "flops": s.flops,
-                "ops": [asdict(row) for row in s.ops],
-                "engines": s.engines,
-                "float_twin": s.float_twin,
-            }
-            for s in lowered.segments
-        ],
+        "segments": [segment.as_dict() for segment in lowered.segments],
         "fallbacks": [asdict(f) for f in lowered.fallbacks],
         "threads": lowered.details["threads"],
         "versions": lowered.details["versions"],
@@ -96,7 +84,7 @@ def summary_text(lowered: LoweredModule) -> str:
         f"{len(lowered.fallbacks)} Python fallback(s)",
     ]
     for segment in lowered.segments:
-        lines += ["", *_segment_lines(segment)]
+        lines += ["", *_segment_lines(segment.completed())]
     if lowered.fallbacks:
         lines += ["", "Stays in Python:"]
         lines += [f"  {f.node} ({f.source or 'no source line'}): {f.reason}" for f in lowered.fallbacks]

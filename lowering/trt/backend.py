@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -56,17 +57,20 @@ class TensorRTBackend:
         return supports(program)
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
-        """Build one segment's engine; for int8 also the all-float one, to say which of them moves fewer bytes."""
+        """Build one segment's engine; with "auto" the all-float one too, to keep the one that moves fewer bytes."""
         from lowering.trt.engine import TrtEngine
 
         graph = parts.glue.get_submodule(name)
         engine, reference = self._build(program, name)
-        quantized, twin = self.precision in ("int8", "auto"), None
-        if quantized:
+        quantized = self.precision in ("int8", "auto")
+        twin = compare = None
+        if self.precision == "auto":
             float_engine, float_reference = self._build(float_twin(program), name)
-            twin = {"precision": self.settings.float_type, **float_engine.report.as_dict()}
-            if self.precision == "auto" and _moved(float_engine) <= _moved(engine):
+            twin = self._twin_report(float_engine)
+            if _moved(float_engine) <= _moved(engine):
                 engine, reference, quantized = float_engine, float_reference, False
+        elif quantized:
+            compare = partial(self._compare, program, name)
         info = SegmentInfo(
             name=name,
             backend=self.description,
@@ -76,9 +80,17 @@ class TensorRTBackend:
             ops=op_rows(graph),
             engines=[engine.report.as_dict()],
             float_twin=twin,
+            compare=compare,
         )
         install(parts.glue, name, TrtEngine(engine, reference, program.inputs, program.outputs), program)
         return info
+
+    def _compare(self, program: AtenProgram, name: str) -> dict[str, Any]:
+        """The report of the engine that is float throughout."""
+        return self._twin_report(self._build(float_twin(program), name)[0])
+
+    def _twin_report(self, engine: Engine) -> dict[str, Any]:
+        return {"precision": self.settings.float_type, **engine.report.as_dict()}
 
     def _build(self, program: AtenProgram, name: str) -> tuple[Engine, ReferenceNetwork]:
         from lowering.aten import cast_float_part
