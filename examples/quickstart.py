@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.photographs import PHOTOGRAPHS, calibration_batches, held_out_crops
 from lowering import LoweredModule, lower_to_onnx, lower_to_trt
-from lowering.report import Lowering, ReportTable, write_report
+from lowering.report import Lowering, ReportTable, placement_drawing, write_report
 from lowering.timing import measure_interleaved
 
 MODELS = {"resnet50": models.resnet50, "efficientnet_lite0": models.efficientnet_lite0}
-STEPS = 6  # for each model
+STEPS = 7  # for each model
 Step = Callable[[str], AbstractContextManager[None]]
 console = Console()
 
@@ -49,6 +49,7 @@ class Result:
     cpu: LoweredModule
     latency: ReportTable
     classes: ReportTable | None
+    graph: str
 
     @property
     def lowerings(self) -> dict[str, LoweredModule]:
@@ -88,7 +89,9 @@ def run(name: str, factory: Callable[[], nn.Module], folder: Path, step: Step) -
         if name == "efficientnet_lite0":  # the one with trained weights
             runs = {"float": model, "ONNX Runtime int8": cpu, "TensorRT network": engine.simulate}
             classes = top5_table(runs, spec)
-    return Result(name, model, engine, trtexec, cpu, latency, classes)
+    with step("draw it"):
+        graph = placement_drawing(model, example, engine.report()["target"])
+    return Result(name, model, engine, trtexec, cpu, latency, classes, graph)
 
 
 def latency_table(model: nn.Module, cpu: LoweredModule, example: Tensor) -> ReportTable:
@@ -153,10 +156,10 @@ def write_all(results: list[Result], folder: Path) -> None:
     (folder / "summary.txt").write_text(summary_text(results), encoding="utf-8")
     parts = []
     for result in results:
-        tables = result.tables
+        tables, graph = result.tables, result.graph
         for title, lowered in result.lowerings.items():
-            parts.append(Lowering.of(f"{result.name}: {title}", lowered, tables))
-            tables = []  # the measurements stand with the first of the three
+            parts.append(Lowering.of(f"{result.name}: {title}", lowered, tables, graph))
+            tables, graph = [], None  # they stand with the first of the three
     write_report(folder / "report.html", parts, title="From PyTorch to int8")
 
 

@@ -200,18 +200,21 @@ def report(
     inputs: Inputs = None,
 ) -> None:
     """Write an HTML page: summary, layers, int8 coverage with reasons, kernels and bytes."""
-    from lowering.report import Lowering, write_report
+    from lowering.report import Lowering, placement_drawing, write_report
 
+    graph = None
     if Path(model).is_dir():
-        lowered = _load_artifact(Path(model))
+        title, lowered = Path(model).name, _load_artifact(Path(model))
     else:
+        title = f"{model} for {backend.value}"
         module, spec = _load(model, weights, pretrained)
         lowered = _lower(
             module, spec, backend, precision=precision, calibration=calibration, images=images, batch=batch,
             inputs=inputs,
         )  # fmt: skip
-    title = Path(model).name if Path(model).is_dir() else f"{model} for {backend.value}"
-    written = write_report(file, [Lowering.of(title, lowered)], title=title)
+        if precision in ("int8", "auto"):
+            graph = placement_drawing(module, _example(module, spec, inputs, calibration), lowered.report()["target"])
+    written = write_report(file, [Lowering.of(title, lowered, graph=graph)], title=title)
     out.print(f"written to {written}", markup=False, highlight=False)
 
 

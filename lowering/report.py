@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fx_passes.errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lowering.module import LoweredModule
 
-__all__ = ["Lowering", "ReportTable", "render_report", "write_report"]
+__all__ = ["Lowering", "ReportTable", "placement_drawing", "render_report", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,25 @@ def write_report(
             f"cannot write the report {path}: {error.strerror or error}", hint="choose another path"
         ) from error
     return path
+
+
+def placement_drawing(model: nn.Module, example_inputs: Any, target: str) -> str:
+    """The model's graph as SVG, coloured by what is int8 and what is float where it is lowered for `target`.
+
+    Args:
+        model: a float module, or a graph before conversion.
+        example_inputs: one batch; what is drawn does not depend on its values.
+        target: "tensorrt", "tensorrt-rtx" or "onnxruntime".
+
+    Raises:
+        QuantizationError: nothing of it can be quantized for `target`.
+    """
+    from fx_passes import convert_fx, draw, prepare_calibration_fx
+    from fx_passes.quantize.calibrate import calibrate
+
+    prepared = prepare_calibration_fx(model, example_inputs, target=target)
+    calibrate(prepared, [example_inputs])
+    return draw(convert_fx(prepared))
 
 
 def _coverage(segment: dict[str, Any]) -> _Coverage | None:
