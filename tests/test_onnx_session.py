@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fx_passes.errors import InputError, LoweringError
+from fx_passes.quantize.decomposed import decomposed
 from lowering.aten import TensorSpec, to_aten
 from lowering.onnx.export import export_onnx
 from lowering.onnx.session import OnnxSession
@@ -23,13 +24,19 @@ def spec(name: str, tensor: torch.Tensor, batch: tuple[int, int, int] | None = N
 
 
 def session(function, *specs: TensorSpec, **options) -> OnnxSession:
-    module = function if isinstance(function, nn.Module) else None
-    graph = torch.fx.symbolic_trace(module or function)
+    if isinstance(function, nn.Module):
+        graph = torch.fx.GraphModule(function, _BufferTracer().trace(function))
+    else:
+        graph = torch.fx.symbolic_trace(function)
     example = tuple(
         torch.zeros([max(2, n) if s.is_dynamic(d) else n for d, n in enumerate(s.opt)], dtype=s.dtype) for s in specs
     )
     program = to_aten(graph, list(specs), example)
     return OnnxSession(export_onnx(program), program.inputs, program.outputs, **options)
+
+
+class _BufferTracer(torch.fx.Tracer):
+    proxy_buffer_attributes = True
 
 
 DTYPES = [
@@ -203,3 +210,32 @@ def test_a_file_for_tensorrt_brings_its_command_line(tmp_path):
 def test_bytes_that_are_no_model_are_refused():
     with pytest.raises(LoweringError, match="ONNX Runtime refuses the model"):
         OnnxSession(b"no model", [], [])
+
+
+class _Saturating(nn.Module):
+    """Products of two neighbours do not fit into 16 bits: 2 * 255 * 127."""
+
+    def __init__(self, weight: int):
+        super().__init__()
+        self.register_buffer("weight", torch.full((16, 16, 3, 3), weight, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        q = decomposed()
+        x = q.dequantize_per_tensor(q.quantize_per_tensor(x, 1.0, 0, 0, 255, torch.uint8), 1.0, 0, 0, 255, torch.uint8)
+        weight = q.dequantize_per_channel(self.weight, self.scale, None, 0, -128, 127, torch.int8)
+        y = q.quantize_per_tensor(nn.functional.conv2d(x, weight), 2.0e4, 0, 0, 255, torch.uint8)
+        return (q.dequantize_per_tensor(y, 2.0e4, 0, 0, 255, torch.uint8),)
+
+
+def test_sums_that_overflow_16_bits_are_noticed_on_the_probe():
+    net, x = _Saturating(127), torch.full((1, 16, 8, 8), 255.0)
+    run = session(net, spec("x", x), probe=[x])
+    assert run.optimized_ops()["QLinearConv"] == 1
+    assert torch.equal(run(x)[0], net(x)[0])
+    assert torch.equal(copy.deepcopy(run)(x)[0], net(x)[0])
+
+
+def test_where_nothing_overflows_the_fast_kernels_stay():
+    x = torch.full((1, 16, 8, 8), 255.0)
+    assert not session(_Saturating(60), spec("x", x), probe=[x]).exact

@@ -49,7 +49,12 @@ class OnnxBackend:
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
         lowered = cast_float_part(program, dtype) if dtype != torch.float32 else program
         session = OnnxSession(
-            export_onnx(lowered), program.inputs, program.outputs, threads=self.threads, target=self.target
+            export_onnx(lowered),
+            program.inputs,
+            program.outputs,
+            threads=self.threads,
+            target=self.target,
+            probe=None if program.buffer_inputs else parts.measured.boundaries[name].example,
         )
         info = SegmentInfo(
             name=name,

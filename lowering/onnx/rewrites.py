@@ -22,7 +22,7 @@ def canonicalize(model: onnx_ir.Model) -> None:
     if model.opset_imports[""] >= 23:
         _dequantize_to_cast_type(graph)
     _global_average_pools(graph)
-    _zero_points_of_matmul_weights(graph)
+    _zero_points_of_weights(graph)
     _name_quantization_parameters(graph)
 
 
@@ -96,36 +96,44 @@ def _reduces_space(node: onnx_ir.Node) -> bool:
     return reduced == list(range(2, len(x.shape)))
 
 
-def _zero_points_of_matmul_weights(graph: onnx_ir.Graph) -> None:
-    """Write out the zero point of a quantized Gemm or MatMul weight: ONNX Runtime makes a QGemm only then.
+def _zero_points_of_weights(graph: onnx_ir.Graph) -> None:
+    """Every quantized Gemm or MatMul weight has a zero point, and no two weights share one.
 
-    (Measured with 1.32: the same graph without this input keeps a float Gemm. For Conv the input may be left out.)
+    Without it ONNX Runtime keeps a float Gemm (measured with 1.32; for Conv the input may be left out). Where weights
+    share one, its option against saturation (`session.x64quantprecision`) fails: it converts each zero point twice.
     """
     import onnx_ir as ir
 
     for node in list(graph):
-        if node.op_type not in ("Gemm", "MatMul"):
+        stored = (
+            node.inputs[0].const_value if node.op_type == "DequantizeLinear" and node.inputs[0] is not None else None
+        )
+        if stored is None or stored.dtype != ir.DataType.INT8:
             continue
-        weight = node.inputs[1]
-        dequantize = weight.producer() if weight is not None else None
-        if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        quantized, scale, *rest = node.inputs
+        assert quantized is not None and scale is not None and scale.const_value is not None
+        zero_point = rest[0] if rest else None
+        multiplies = any(user.op_type in ("Gemm", "MatMul") for user, _ in node.outputs[0].uses())
+        if zero_point is None and not multiplies:
             continue
-        quantized, scale, *zero_point = dequantize.inputs
-        if (zero_point and zero_point[0] is not None) or quantized is None or quantized.const_value is None:
+        if zero_point is not None and (zero_point.const_value is None or len(zero_point.uses()) == 1):
             continue
-        assert scale is not None and scale.const_value is not None
+        values = np.zeros(scale.const_value.shape.numpy(), np.int8)
+        if zero_point is not None and zero_point.const_value is not None:
+            values = zero_point.const_value.numpy()
         name = f"{quantized.name}_zero_point"
-        if name not in graph.initializers:
-            zeros = np.zeros(scale.const_value.shape.numpy(), quantized.const_value.dtype.numpy())
-            value = ir.Value(
-                name=name,
-                type=ir.TensorType(quantized.const_value.dtype),
-                shape=ir.Shape(zeros.shape),
-                const_value=ir.tensor(zeros, name=name),
-            )
-            graph.register_initializer(value)
-        dequantize.resize_inputs(3)
-        dequantize.replace_input_with(2, graph.initializers[name])
+        while name in graph.initializers:
+            name += "_"
+        own = ir.Value(
+            name=name,
+            type=ir.TensorType(stored.dtype),
+            shape=ir.Shape(values.shape),
+            const_value=ir.tensor(values, name=name),
+        )
+        graph.register_initializer(own)
+        if zero_point is None:
+            node.resize_inputs(3)
+        node.replace_input_with(2, own)
 
 
 def _name_quantization_parameters(graph: onnx_ir.Graph) -> None:

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,10 @@ class OnnxSession(nn.Module):
         outputs: names of its outputs, in order.
         threads: of one call; by default `torch.get_num_threads()` now.
         target: whose placement the model has; for "tensorrt" an artifact also gets the `trtexec` line.
+        exact: whether integer products must never saturate. On x86 without VNNI, ONNX Runtime adds uint8 x int8
+            products in pairs in 16 bits, which large weights and activations overflow; exact kernels take about a
+            third longer there, and are the same ones elsewhere. None: only if the results on `probe` differ.
+        probe: inputs to decide that with; without them None means False.
 
     Raises:
         BackendUnavailableError: ONNX Runtime is not installed.
@@ -63,13 +68,16 @@ class OnnxSession(nn.Module):
         *,
         threads: int | None = None,
         target: str = "onnxruntime",
+        exact: bool | None = None,
+        probe: Sequence[Tensor] | None = None,
     ):
         super().__init__()
         self.bytes = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
         self.inputs, self.outputs = list(inputs), list(outputs)
         self.threads = threads or torch.get_num_threads()
         self.target = target
-        self._session = _open(self.bytes, self.threads)
+        self.exact = bool(exact)
+        self._session = _open(self.bytes, self.threads, exact=self.exact)
         self._output_plan = [(o.name, *_output_type(o.type), o.shape) for o in self._session.get_outputs()]
         self._dims = [list(i.shape) for i in self._session.get_inputs()]
         if [i.name for i in self._session.get_inputs()] != [s.name for s in self.inputs]:
@@ -78,6 +86,20 @@ class OnnxSession(nn.Module):
             )
         self._shapes: OrderedDict[tuple, list[tuple[int, ...]]] = OrderedDict()
         self._lock = threading.Lock()
+        if exact is None and probe is not None and self._saturates(probe):
+            self.exact, self._session = True, _open(self.bytes, self.threads, exact=True)
+
+    def _saturates(self, probe: Sequence[Tensor]) -> bool:
+        """Whether 16-bit sums overflow on these inputs: the kernels then differ, and are equal bit for bit if not."""
+        if _has_vnni() or b"QuantizeLinear" not in self.bytes:
+            return False
+        fast = self(*probe)
+        session, self._session = self._session, _open(self.bytes, self.threads, exact=True)
+        try:
+            exact = self(*probe)
+        finally:
+            self._session = session
+        return not all(torch.equal(a, b) for a, b in zip(fast, exact, strict=True))
 
     @property
     def description(self) -> str:
@@ -134,7 +156,7 @@ class OnnxSession(nn.Module):
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "optimized.onnx"
-            _open(self.bytes, 1, optimized_to=path)
+            _open(self.bytes, 1, exact=self.exact, optimized_to=path)
             model = onnx.load(path, load_external_data=False)
         return Counter(node.op_type for node in model.graph.node)
 
@@ -199,6 +221,7 @@ class OnnxSession(nn.Module):
             ],
             "outputs": self.outputs,
             "target": self.target,
+            "exact": self.exact,
         }
 
     def artifact_files(self, name: str, *, include_network: bool = True) -> dict[str, Callable[[Path], Any]]:
@@ -228,10 +251,12 @@ class OnnxSession(nn.Module):
             )
             for i in record["inputs"]
         ]
-        return cls(path.read_bytes(), inputs, record["outputs"], target=record["target"])
+        return cls(path.read_bytes(), inputs, record["outputs"], target=record["target"], exact=record["exact"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxSession:
-        copy = type(self)(self.bytes, self.inputs, self.outputs, threads=self.threads, target=self.target)
+        copy = type(self)(
+            self.bytes, self.inputs, self.outputs, threads=self.threads, target=self.target, exact=self.exact
+        )
         memo[id(self)] = copy
         return copy
 
@@ -246,16 +271,25 @@ def _runtime() -> Any:
     return onnxruntime
 
 
-def _open(data: bytes, threads: int, *, optimized_to: Path | None = None) -> onnxruntime.InferenceSession:
+@cache
+def _has_vnni() -> bool:
+    """Whether this CPU multiplies uint8 by int8 with 32-bit sums. Not knowing counts as no."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
+    except OSError:
+        return False
+    return "vnni" in flags or "asimddp" in flags
+
+
+def _open(data: bytes, threads: int, *, exact: bool, optimized_to: Path | None = None) -> onnxruntime.InferenceSession:
     ort = _runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3  # errors; what matters comes back as an exception
-    # On x86 without VNNI the uint8 x int8 kernels saturate in 16 bits; this makes ONNX Runtime use uint8 weights there.
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    options.log_severity_level = 4  # what matters comes back as an exception
+    options.add_session_config_entry("session.x64quantprecision", "1" if exact else "0")
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
         options.add_session_config_entry("session.disable_prepacking", "1")
