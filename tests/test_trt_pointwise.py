@@ -114,7 +114,11 @@ COMPARISON = [
     ("isnan", torch.isnan, (torch.tensor([1.0, math.nan, math.inf]),)),
     ("isinf", torch.isinf, (torch.tensor([1.0, math.nan, -math.inf]),)),
     ("isfinite", torch.isfinite, (torch.tensor([1.0, math.nan, math.inf]),)),
-    ("nan_to_num", lambda x: torch.nan_to_num(x, 0.5, 7.0, -7.0), (torch.tensor([1.0, math.nan, math.inf, -math.inf]),)),
+    (
+        "nan_to_num",
+        lambda x: torch.nan_to_num(x, 0.5, 7.0, -7.0),
+        (torch.tensor([1.0, math.nan, math.inf, -math.inf]),),
+    ),
     ("where", torch.where, (B[..., None], X, Y)),
     ("where_scalar", lambda c, x: torch.where(c, x, 0.0), (B[..., None], X)),
     ("where_two_scalars", lambda c: torch.where(c, 1.0, 0.0), (B,)),

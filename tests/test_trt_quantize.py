@@ -42,7 +42,9 @@ class Weighted(nn.Module):
 
     def dequantized(self) -> Tensor:
         if self.axis is None:
-            return Q.dequantize_per_tensor(self.weight, self.scale_value, 0, -127, 127, torch.int8, out_dtype=self.dtype)
+            return Q.dequantize_per_tensor(
+                self.weight, self.scale_value, 0, -127, 127, torch.int8, out_dtype=self.dtype
+            )
         return Q.dequantize_per_channel(
             self.weight, self.scale, None, self.axis, -127, 127, torch.int8, out_dtype=self.dtype
         )

@@ -50,7 +50,9 @@ def as_segment(program: Callable | nn.Module, arity: int) -> fx.GraphModule:
     return graph_module
 
 
-def aten_program(program: Callable | nn.Module, *inputs: Tensor, dynamic: dict[int, tuple[int, int]] | None = None) -> AtenProgram:
+def aten_program(
+    program: Callable | nn.Module, *inputs: Tensor, dynamic: dict[int, tuple[int, int]] | None = None
+) -> AtenProgram:
     """`program` in aten normal form; `dynamic` frees these dimensions of every input that has them."""
     specs = []
     for index, x in enumerate(inputs):

@@ -89,7 +89,7 @@ def build_engine(
     if report and network.profiles and network.program is not None:
         static = build_network(network.program, name=network.name, static_at=network.profiles[0])
         opt_log = _build(static, capabilities, options)[1].text
-    layers = layer_report(log.text, len(data), network.modules, network.sources, opt_log, capabilities)
+    layers = layer_report(log.text, len(data), opt_log, capabilities)
     return Engine(data, layers, capabilities, log)
 
 
@@ -167,11 +167,9 @@ def _add_profiles(network: Network, config: Any, log: BuilderLog) -> None:
 
 def _failure(network: Network, log: BuilderLog) -> BuildError | BackendUnavailableError:
     text = log.errors[0].strip() if log.errors else "no reason given"
-    named = [
-        f"{module or tag} ({network.sources[tag]})" if tag in network.sources else module or tag
-        for tag, module in network.modules.items()
-        if f"[{tag}]" in text or (module and f"{module}/" in text)
-    ]
+    definition = network.definition
+    layers = (definition.get_layer(i) for i in range(definition.num_layers))
+    named = list(dict.fromkeys(layer.metadata.strip("[]") for layer in layers if layer.name in text))
     where = f" (in {', '.join(named[:3])})" if named else ""
     return BuildError(
         f"TensorRT gives no engine for network '{network.name}'{where}: {text}",

@@ -7,7 +7,7 @@ TensorRT: a saved log is as good as a fresh one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
@@ -70,7 +70,8 @@ class Layer:
         inputs: what it reads.
         constants: weights and scalars it holds.
         outputs: what it writes.
-        tags: the tags that the network's layers carry, of all the layers fused into this one.
+        modules: what the network's layers are called that were fused into this one, such as "layer1.0.conv2".
+        sources: the user's lines that they come from.
         tactic: name of the kernel.
     """
 
@@ -79,7 +80,8 @@ class Layer:
     inputs: tuple[LayerTensor, ...]
     constants: tuple[LayerTensor, ...]
     outputs: tuple[LayerTensor, ...]
-    tags: tuple[str, ...]
+    modules: tuple[str, ...]
+    sources: tuple[str, ...] = ()
     tactic: str = ""
 
     @property
@@ -126,21 +128,35 @@ def parse_layers(log_text: str) -> list[Layer]:
         elif inside and (match := _LINE.match(line)):
             layers.append(_layer(match))
         elif inside and layers and line.strip():  # metadata of fused layers may go on on the next line
-            extra = tuple(t for t in _TAG.findall(line) if t not in layers[-1].tags)
-            layers[-1] = replace(layers[-1], tags=layers[-1].tags + extra)
+            modules, sources = _tags(line)
+            last = layers[-1]
+            layers[-1] = replace(
+                last,
+                modules=tuple(dict.fromkeys(last.modules + modules)),
+                sources=tuple(dict.fromkeys(last.sources + sources)),
+            )
     return layers
+
+
+def _tags(metadata: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Modules and source lines in "[layer1.0.conv2 | resnet.py:155][...]": what `Net` wrote, run together by fusion."""
+    pairs = [tag.partition(" | ") for tag in _TAG.findall(metadata)]
+    modules = dict.fromkeys(module for module, _, _ in pairs)
+    return tuple(modules), tuple(dict.fromkeys(source for _, _, source in pairs if source))
 
 
 def _layer(match: re.Match[str]) -> Layer:
     name, kind, inputs, constants, outputs, tail, metadata = match.groups()
     tactic = re.search(r"TacticName: (.*?), StreamId", tail)
+    modules, sources = _tags(metadata)
     return Layer(
         name=name,
         kind=kind,
         inputs=_tensors(inputs),
         constants=_tensors(constants),
         outputs=_tensors(outputs),
-        tags=tuple(dict.fromkeys(_TAG.findall(metadata))),
+        modules=modules,
+        sources=sources,
         tactic=tactic.group(1) if tactic else "",
     )
 
@@ -194,8 +210,6 @@ class LayerReport:
 def layer_report(
     log_text: str,
     engine_bytes: int,
-    modules: Mapping[str, str] | None = None,
-    sources: Mapping[str, str] | None = None,
     opt_log: str | None = None,
     compute_capabilities: Sequence[str] | None = None,
 ) -> LayerReport:
@@ -204,8 +218,6 @@ def layer_report(
     Args:
         log_text: all messages of the build.
         engine_bytes: size of the engine it gave.
-        modules: tag -> module path, from `Network.modules`.
-        sources: tag -> user's line, from `Network.sources`.
         opt_log: log of a static build at the opt shape, from which the bytes of a dynamic engine are counted.
         compute_capabilities: what the engine was built for, for the record.
     """
@@ -225,16 +237,16 @@ def layer_report(
         engine_bytes=engine_bytes,
         compute_capabilities=list(compute_capabilities) if compute_capabilities else None,
         shapes="static" if opt_log is None else "opt",
-        rows=[_row(layer, modules or {}, sources or {}) for layer in measured],
+        rows=[_row(layer) for layer in measured],
     )
 
 
-def _row(layer: Layer, modules: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, Any]:
+def _row(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "kind": layer.kind,
-        "modules": list(dict.fromkeys(modules.get(tag) or tag for tag in layer.tags)),
-        "sources": list(dict.fromkeys(sources[tag] for tag in layer.tags if tag in sources)),
+        "modules": list(layer.modules),
+        "sources": list(layer.sources),
         "inputs": [f"{t.dtype}[{','.join(map(str, t.dims))}]" for t in layer.inputs],
         "outputs": [f"{t.dtype}[{','.join(map(str, t.dims))}]" for t in layer.outputs],
         "bytes": sum(t.bytes() for t in layer.inputs + layer.outputs),

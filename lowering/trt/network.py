@@ -69,8 +69,6 @@ class Network:
         outputs: output names, in order.
         profiles: per optimization profile, input name -> (min, opt, max) shapes; empty when all is static.
         tensors: aten node name -> name of the network tensor that holds its value.
-        modules: tag in layer metadata -> label, the module path as near as is known.
-        sources: tag in layer metadata -> the user's "file.py:line".
         unsupported: aten node -> reason; filled by `supports` only.
         flavour: "rtx" or "tensorrt".
         program: what it was made from.
@@ -89,8 +87,6 @@ class Network:
     kept: list[torch.Tensor] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
     tensors: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
     unsupported: dict[Node, str] = field(default_factory=dict)
 
 
@@ -174,7 +170,10 @@ class _Definer:
         return self.network
 
     def _enter(self, node: Node) -> None:
-        self.net.node, self.net.label = node, safe_name(_label(self.program, node))
+        label = safe_name(_label(self.program, node))
+        line = source_line(node)
+        self.net.node, self.net.label = node, label
+        self.net.tag = f"[{label} | {safe_name(line)}]" if line else f"[{label}]"
 
     def _input(self, spec: Any) -> Any:
         if not has_dtype(spec.dtype):
@@ -325,10 +324,6 @@ class _Definer:
         kinds = (trt.LayerType.QUANTIZE, trt.LayerType.DEQUANTIZE)
         definition = self.network.definition
         self.network.quantized = any(definition.get_layer(i).type in kinds for i in range(definition.num_layers))
-        self.network.modules = self.net.tags
-        for node in self.program.exported.graph_module.graph.nodes:
-            if (line := source_line(node)) is not None:
-                self.network.sources.setdefault(safe_name(str(node.meta.get("fx_node") or node.name)), line)
 
 
 def _label(program: Program, node: Node) -> str:

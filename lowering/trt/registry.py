@@ -111,6 +111,10 @@ def bind(
             continue
         if name in wanted:
             bound[name] = value
-        elif extra is None and name not in _STORAGE and not (argument.has_default_value() and value == argument.default_value):
+        elif (
+            extra is None
+            and name not in _STORAGE
+            and not (argument.has_default_value() and value == argument.default_value)
+        ):
             raise UnsupportedOpError(f"{target} with {argument.name}={value!r} has no TensorRT form")
     return bound

@@ -37,7 +37,7 @@ class Core:
         node: the aten node being converted.
         kept: host tensors whose memory the definition points into. They must outlive the definition.
         label: what the current node's layers are called: the path of the module it stands for, as near as is known.
-        tags: tag written into the layers' metadata -> label.
+        tag: what their metadata says: "[label | file.py:line]". It survives fusion, the names do not.
     """
 
     def __init__(self, definition: Any, log: BuilderLog, reserved: Sequence[str] = ()):
@@ -45,7 +45,7 @@ class Core:
         self.node: Node | None = None
         self.kept: list[torch.Tensor] = []
         self.label = "network"
-        self.tags: dict[str, str] = {}
+        self.tag = ""
         self._layer_names: set[str] = set()
         self._tensor_names: set[str] = set(reserved)
         self._constants: dict[Any, Tensor] = {}
@@ -64,13 +64,6 @@ class Core:
         """The error for something that TensorRT, or this converter, cannot express."""
         return UnsupportedOpError(reason, node=self.node, hint=hint)
 
-    def _tag(self) -> str:
-        if self.node is None:
-            return ""
-        tag = safe_name(str(self.node.meta.get("fx_node") or self.node.name))
-        self.tags.setdefault(tag, self.label)
-        return f"[{tag}]"
-
     # -- layers ---------------------------------------------------------------------------------------------------
 
     def add(self, kind: str, layer: Any) -> Tensor:
@@ -85,7 +78,7 @@ class Core:
         """
         self.check(kind, refused=layer is None)
         layer.name = _unique(f"{self.label}/{kind}", self._layer_names)
-        layer.metadata = self._tag()
+        layer.metadata = self.tag
         outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
         for index, output in enumerate(outputs):
             self.rename(output, layer.name if index == 0 else f"{layer.name}.{index}")

@@ -1,0 +1,330 @@
+"""Building: determinism, capabilities, errors of the native log, progress, cancellation, profiles."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trt_checks import aten_program, assert_same, eager, lower
+
+from fx_passes.errors import BackendUnavailableError, BuildError, InputError, UnsupportedOpError
+from lowering.aten import TensorSpec
+from lowering.trt import bindings, capabilities
+from lowering.trt.build import BuildOptions, build_engine
+from lowering.trt.network import build_network, supports
+from lowering.trt.progress import progress_monitor, run_cancellable
+from lowering.trt.reference import read_network
+
+IMAGE = torch.randn(2, 3, 12, 12)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 5))
+
+
+# -- determinism and settings ---------------------------------------------------------------------------------------
+
+
+def test_same_bytes_again() -> None:
+    first, second = (build_engine(lower(small(), IMAGE)).data for _ in range(2))
+    assert first == second
+
+
+def test_weights_are_not_copied() -> None:
+    model = small()
+    network = lower(model, IMAGE)
+    held = {tensor.data_ptr() for tensor in network.kept}
+    assert model[0].weight.data_ptr() in held
+    assert model[3].weight.data_ptr() in held
+
+
+def test_workspace_too_small_is_an_error_with_the_logs_first_line() -> None:
+    network = lower(small(), IMAGE)
+    with pytest.raises(BuildError, match="gives no engine for network 'test'"):
+        build_engine(network, settings=BuildOptions(workspace_bytes=1))
+
+
+def test_options_are_read_from_settings() -> None:
+    from lowering.settings import Settings
+
+    options = BuildOptions.of(Settings(optimization_level=2, workspace_bytes=1 << 26, progress=False))
+    assert (options.optimization_level, options.workspace_bytes, options.progress) == (2, 1 << 26, False)
+    assert BuildOptions.of(None) == BuildOptions()
+    assert build_engine(lower(small(), IMAGE), settings=options).data
+
+
+def test_nothing_goes_to_the_terminal(capfd, caplog) -> None:
+    with caplog.at_level(logging.DEBUG, logger="lowering.tensorrt"):
+        build_engine(lower(small(), IMAGE))
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    assert any("Engine generation completed" in record.message for record in caplog.records)
+
+
+# -- capabilities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("8.9", "8.9"), ("sm89", "8.9"), ("SM_120", "12.0"), (8.6, "8.6"), (89, "8.9"), ((12, 0), "12.0"),
+        ("compute_86", "8.6"), ("RTX 4090", "8.9"), ("NVIDIA GeForce RTX 3060 Ti", "8.6"), ("rtx5090", "12.0"),
+        ("RTX A6000", "8.6"), ("NVIDIA RTX 6000 Ada Generation", "8.9"), ("NVIDIA A10", "8.6"), ("L40S", "8.9"),
+        ("Tesla T4", "7.5"), ("GeForce GTX 1660", "7.5"), ("A100-SXM4-80GB", "8.0"), ("H100", "9.0"), ("Ada", "8.9"),
+    ],
+)  # fmt: skip
+def test_capability_by_any_name(name, wanted: str) -> None:
+    assert capabilities.parse_capability(name) == wanted
+
+
+@pytest.mark.parametrize("name", ["", "rtx", "8.9.1", "GeForce", None, True, [8, 9, 1]])
+def test_unknown_capability(name) -> None:
+    with pytest.raises(InputError):
+        capabilities.parse_capability(name)
+
+
+def test_capabilities_in_order_and_once() -> None:
+    assert capabilities.resolve_capabilities(["12.0", "RTX 4090", "8.9", (8, 6)]) == ("8.6", "8.9", "12.0")
+    assert capabilities.resolve_capabilities((8, 9)) == ("8.9",)
+    assert capabilities.resolve_capabilities(None) is None
+    with pytest.raises(InputError, match="empty"):
+        capabilities.resolve_capabilities([])
+    with pytest.raises(InputError, match=r"not for 9\.0"):
+        capabilities.resolve_capabilities(["H100"])
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+class Unsupported(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(x)
+        return torch.linalg.inv(y[0, 0]) + 1, y * 2
+
+
+def test_an_op_without_converter_is_named() -> None:
+    with pytest.raises(UnsupportedOpError, match="no TensorRT converter for aten.linalg_inv"):
+        lower(Unsupported(), IMAGE)
+
+
+def test_dry_run_goes_on_after_a_failure() -> None:
+    program = aten_program(Unsupported(), IMAGE)
+    reasons = supports(program)
+    assert [(node.name.startswith("linalg_inv"), "no TensorRT converter" in why) for node, why in reasons.items()] == [
+        (True, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "reason"),
+    [
+        (lambda x: x.double() * 2, (IMAGE,), "float64"),
+        (lambda x: x & 3, (torch.arange(4),), "bitwise operations on bool only"),
+        (lambda x: x[x > 0], (torch.randn(4),), ""),
+        (lambda x: F.max_pool2d(x, 2), (torch.ones(1, 1, 4, 4, dtype=torch.int64),), "pools floats only"),
+        (lambda x: torch.sort(x, stable=True), (torch.randn(4),), "order of equal elements"),
+        (lambda x: x.topk(4000), (torch.randn(5000),), "at most 3840"),
+        (lambda x: x.view(2, 3, 2, 2, 3, 1, 1, 1, 12), (IMAGE,), "9 dimensions"),
+        (lambda x, y: x @ y, (torch.ones(2, 2, dtype=torch.int64),) * 2, "float matrices only"),
+        (lambda x: x.index_put((torch.tensor([0]),), torch.ones(()), accumulate=True), (torch.randn(3),), "adding up"),
+        (lambda x: F.dropout(x, 0.5, True), (IMAGE,), "random"),
+    ],
+    ids=[
+        "double",
+        "bitwise_int",
+        "mask",
+        "int_pool",
+        "stable",
+        "topk",
+        "rank_9",
+        "int_matmul",
+        "accumulate",
+        "dropout",
+    ],
+)
+def test_refused_with_the_reason(program, inputs, reason: str) -> None:
+    from fx_passes.errors import LoweringError
+
+    with pytest.raises(LoweringError, match=reason):
+        lower(program, *inputs)
+
+
+def test_errors_carry_the_users_line() -> None:
+    program = aten_program(Unsupported(), IMAGE)
+    for node in program.call_nodes():
+        node.meta["source"] = ("/home/user/model.py", 12)
+    with pytest.raises(UnsupportedOpError, match=r"model\.py:12"):
+        build_network(program, name="n")
+
+
+def test_builder_error_while_defining_names_the_node() -> None:
+    program = aten_program(small(), IMAGE)
+    conv = next(node for node in program.call_nodes() if "conv2d" in str(node.target))
+    conv.args = (*conv.args[:3], [-1, 1], *conv.args[4:])
+    with pytest.raises(BuildError, match=rf"TensorRT refuses.*\n  at: node '{conv.name}'"):
+        build_network(program, name="n")
+
+
+def test_a_wrong_dtype_or_shape_of_a_converter_is_found(monkeypatch) -> None:
+    from lowering.trt import registry
+
+    relu = registry.converter_for(torch.ops.aten.relu.default)
+    wrong = registry.Converter(lambda net, x: net.flatten(x), None, relu.targets)
+    monkeypatch.setitem(registry._REGISTRY, torch.ops.aten.relu.default, wrong)
+    with pytest.raises(BuildError, match="defect of the converter"):
+        lower(lambda x: torch.relu(x), IMAGE)
+
+
+# -- inputs and outputs ---------------------------------------------------------------------------------------------
+
+
+def test_names_of_inputs_and_outputs_are_the_programs() -> None:
+    program = aten_program(lambda x: (x, x * 2, x), IMAGE)
+    definition = build_network(program, name="n").definition
+    assert [definition.get_input(i).name for i in range(definition.num_inputs)] == ["x0"]
+    assert [definition.get_output(i).name for i in range(definition.num_outputs)] == program.outputs
+
+
+def test_tensors_are_found_by_node() -> None:
+    model = small()
+    program = aten_program(model, IMAGE)
+    network = build_network(program, name="n")
+    reference = read_network(network.definition)
+    relu = next(node for node in program.call_nodes() if "relu" in str(node.target))
+    found = reference.run(IMAGE, outputs=[network.tensors[relu.name]])
+    assert_same(found, eager(model[:2], IMAGE))
+
+
+def test_double_input_is_refused() -> None:
+    program = aten_program(lambda x: x * 2, IMAGE)
+    program.inputs = [TensorSpec("x0", torch.float64, *[tuple(IMAGE.shape)] * 3)]
+    with pytest.raises(InputError, match="float64"):
+        build_network(program, name="n")
+
+
+# -- dynamic shapes -------------------------------------------------------------------------------------------------
+
+
+def test_profiles_follow_the_specs() -> None:
+    program = aten_program(nn.Conv2d(3, 4, 3), IMAGE, dynamic={0: (1, 8)})
+    network = build_network(program, name="n")
+    assert network.profiles == [{"x0": ((1, 3, 12, 12), (2, 3, 12, 12), (8, 3, 12, 12))}]
+    assert network.definition.get_input(0).shape[0] == -1
+
+
+def test_bad_profile_is_an_error_of_ours() -> None:
+    program = aten_program(nn.Conv2d(3, 4, 3), IMAGE, dynamic={0: (1, 8)})
+    shapes = {"x0": ((4, 3, 12, 12), (2, 3, 12, 12), (8, 3, 12, 12))}
+    with pytest.raises(BuildError, match="min <= opt <= max"):
+        build_engine(build_network(program, name="n", profiles=[shapes]))
+
+
+# -- progress and cancellation --------------------------------------------------------------------------------------
+
+
+def test_cancelled_build_gives_no_engine() -> None:
+    network = lower(small(), IMAGE)
+    cancelled = threading.Event()
+    cancelled.set()
+    config = network.builder.create_builder_config()
+    monitor = progress_monitor(cancelled)
+    config.progress_monitor = monitor
+    with bindings.collect_log() as log:
+        assert network.builder.build_serialized_network(network.definition, config) is None
+    assert any("ancel" in text for text in log.errors)
+
+
+def test_interrupt_stops_the_work_and_is_raised() -> None:
+    cancelled, main = threading.Event(), threading.get_ident()
+    stopped: list[float] = []
+
+    def work() -> None:
+        time.sleep(0.05)
+        assert main != threading.get_ident()
+        signal.pthread_kill(main, signal.SIGINT)
+        assert cancelled.wait(5)
+        stopped.append(time.monotonic())
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cancellable(work, cancelled)
+    assert len(stopped) == 1
+
+
+def test_error_in_the_worker_is_raised_here() -> None:
+    def work() -> None:
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        run_cancellable(work, threading.Event())
+
+
+def test_progress_bar_is_told_every_phase() -> None:
+    class Bar:
+        def __init__(self) -> None:
+            self.tasks, self.started = [], []
+
+        def add_task(self, name: str, total: int) -> int:
+            self.started.append(name)
+            self.tasks.append(type("Task", (), {"total": total}))
+            return len(self.tasks) - 1
+
+        @property
+        def task_ids(self) -> list[int]:
+            return list(range(len(self.tasks)))
+
+        def update(self, task: int, completed: float) -> None:
+            assert completed >= 0
+
+    network, bar = lower(small(), IMAGE), Bar()
+    config = network.builder.create_builder_config()
+    config.progress_monitor = progress_monitor(threading.Event(), bar)
+    with bindings.collect_log():
+        assert network.builder.build_serialized_network(network.definition, config) is not None
+    assert "Building engine" in bar.started
+
+
+# -- bindings -------------------------------------------------------------------------------------------------------
+
+
+def test_flavour_without_a_gpu_is_rtx(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bindings.flavour() == "rtx"
+
+
+def test_tensorrt_is_preferred_with_a_gpu_if_importable(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bindings, "_importable", lambda module: True)
+    assert bindings.flavour() == "tensorrt"
+    monkeypatch.setattr(bindings, "_importable", lambda module: module == "tensorrt_rtx")
+    assert bindings.flavour() == "rtx"
+
+
+def test_no_tensorrt_at_all_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(bindings, "_importable", lambda module: False)
+    with pytest.raises(BackendUnavailableError, match="pip install tensorrt-rtx"):
+        bindings.flavour()
+
+
+def test_stubs_are_not_tensorrt() -> None:
+    assert not bindings._importable("tensorrt") or bindings._importable("tensorrt_libs")
+
+
+def test_unknown_flavour() -> None:
+    with pytest.raises(BackendUnavailableError, match="unknown TensorRT flavour"):
+        bindings.use_flavour("onnx")
+
+
+def test_messages_go_to_the_thread_that_asked() -> None:
+    with bindings.collect_log() as outer:
+        bindings._receive("WARNING", "one")
+        with bindings.collect_log() as inner:
+            bindings._receive("ERROR", "two")
+    assert outer.warnings == ["one"]
+    assert inner.errors == ["two"]
