@@ -63,7 +63,7 @@ def call_with_batch(model: torch.nn.Module, batch: Any) -> Any:
     )
 
 
-def synchronize(prepared: GraphModule, group: object | None = None) -> None:
+def synchronize(prepared: GraphModule, group: Any = None) -> None:
     """Merge the ranges of all ranks of a `torch.distributed` job (a collective call); without one, do nothing.
 
     `calibrate` does this by itself; needed where the module was called directly.

@@ -228,8 +228,8 @@ class _Conversion:
         if weight.axis is None:
             # The exporters know this op with a constant scale only; the buffer is kept to be read by people.
             self.informative[_join(path, "weight_scale")] = weight.scale
-            args = (integers, float(weight.scale), 0, *limits)
-            return self._call(decomposed().dequantize_per_tensor.default, args, name, node)
+            per_tensor = (integers, float(weight.scale), 0, *limits)
+            return self._call(decomposed().dequantize_per_tensor.default, per_tensor, name, node)
         set_buffer(self.gm, _join(path, "weight_scale"), weight.scale)
         scale = self._get(_join(path, "weight_scale"), node)
         zero_point = None
@@ -237,8 +237,8 @@ class _Conversion:
             zeros = torch.zeros_like(weight.scale, dtype=s.dtype)
             set_buffer(self.gm, _join(path, "weight_zero_point"), zeros)
             zero_point = self._get(_join(path, "weight_zero_point"), node)
-        args = (integers, scale, zero_point, weight.axis, *limits)
-        return self._call(decomposed().dequantize_per_channel.default, args, name, node)
+        per_channel = (integers, scale, zero_point, weight.axis, *limits)
+        return self._call(decomposed().dequantize_per_channel.default, per_channel, name, node)
 
     def _bias(self, node: Node, path: str, layer: Layer, weight: _Stored) -> Node | None:
         if layer.bias is None:
@@ -253,7 +253,8 @@ class _Conversion:
         set_buffer(self.gm, _join(path, name), integers)
         set_buffer(self.gm, _join(path, f"{name}_scale"), scale)
         stored = self._get(_join(path, name), node)
-        args = (stored, self._get(_join(path, f"{name}_scale"), node), None, 0, s.quant_min, s.quant_max, s.dtype)
+        unit = self._get(_join(path, f"{name}_scale"), node)
+        args = (stored, unit, None, 0, s.quant_min, s.quant_max, s.dtype)
         return self._call(decomposed().dequantize_per_channel.default, args, f"{stored.name}_dequantize", node)
 
     def _free_bias_name(self, path: str, scale: Tensor) -> str:

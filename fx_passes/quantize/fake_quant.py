@@ -30,23 +30,22 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
-        levels = torch.round(x * (1.0 / scale)) + zero_point
-        clamped = levels.clamp(quant_min, quant_max)
-        ctx.save_for_backward(x, scale, levels)
+        steps = x * (1.0 / scale)
+        ctx.save_for_backward(steps, scale)
         ctx.limits = zero_point, quant_min, quant_max
-        return (clamped - zero_point) * scale
+        return ((torch.round(steps) + zero_point).clamp(quant_min, quant_max) - zero_point) * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x, scale, levels = ctx.saved_tensors
+        steps, scale = ctx.saved_tensors
         zero_point, quant_min, quant_max = ctx.limits
-        inside = (levels >= quant_min) & (levels <= quant_max)
+        low, high = quant_min - zero_point, quant_max - zero_point
+        inside = (steps >= low) & (steps <= high)
         grad_scale = None
         if ctx.needs_input_grad[1]:
-            steps = levels.clamp(quant_min, quant_max) - zero_point
-            slope = torch.where(inside, steps - x / scale, steps)
-            weight = 1.0 / math.sqrt(x.numel() / scale.numel() * max(quant_max - zero_point, 1))
+            slope = torch.where(inside, torch.round(steps) - steps, steps.clamp(low, high))
+            weight = 1.0 / math.sqrt(steps.numel() / scale.numel() * max(high, 1))
             grad_scale = (grad * slope * weight).sum_to_size(scale.shape)
         return grad * inside, grad_scale, None, None, None
 
@@ -113,7 +112,7 @@ class FakeQuantize(nn.Module):
         """
         if not self.calibrated:
             return self.observer.qparams()
-        return abs(float(self.scale)), int(self.zero_point)
+        return abs(float(self.scale.detach())), int(self.zero_point)
 
     def _learning(self) -> bool:
         return self.learned and self.calibrated

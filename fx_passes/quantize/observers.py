@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class Observer(nn.Module):
         self.low = torch.minimum(self.low, other.low)
         self.high = torch.maximum(self.high, other.high)
 
-    def synchronize(self, group: object | None = None) -> None:
+    def synchronize(self, group: Any = None) -> None:
         """Merge with the same observer on the other ranks of a `torch.distributed` group (collective call)."""
         import torch.distributed as dist
 
@@ -171,7 +172,7 @@ class MovingAverageObserver(Observer):
     def _sample_extrema(self, sample: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         return self._extrema(sample if sample.dim() == rank else sample.unsqueeze(0))
 
-    def synchronize(self, group: object | None = None) -> None:
+    def synchronize(self, group: Any = None) -> None:
         """Mean of the ranks' averages, weighted by their numbers of samples."""
         import torch.distributed as dist
 

@@ -14,6 +14,7 @@ from fx_passes.quantize.annotation import Annotation, annotation_of, quantized_v
 from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.observers import OBSERVERS, Observer
 from fx_passes.quantize.placement import annotate
+from fx_passes.quantize.qat import prepare_qat_fx
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.quantize.scheme import target_scheme
 
@@ -22,6 +23,7 @@ __all__ = [
     "fused_float",
     "observers_of",
     "prepare_calibration_fx",
+    "prepare_qat_fx",
     "record_example",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class QatLayer(nn.Module):
         method: how the weight's range is found.
         eps, momentum: of the BatchNorm.
         learned: the scales are a parameter that training adjusts (LSQ).
+        module: the module of the layer, if it is one.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class QatLayer(nn.Module):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         learned: bool = False,
+        module: nn.Module | None = None,
     ):
         super().__init__()
         self.function, self.options, self.pad = layer.function, layer.options, layer.pad
@@ -53,6 +56,8 @@ class QatLayer(nn.Module):
         self.eps, self.momentum = eps, momentum
         self.state: QatState = "train"
         self.norm_frozen = False
+        # No child: it has no parameters, and is of use only once training is over.
+        self.__dict__["template"] = None if module is None else _without_parameters(module)
         self.step: nn.Parameter | None = None
         if learned and granularity is not None:
             self.step = nn.Parameter(self.scaling.of(layer.weight, None, None))
@@ -90,13 +95,22 @@ class QatLayer(nn.Module):
         factor, shift = self._affine(norm)
         return fold_batch_norm(weight.detach(), bias, factor, shift, self.groups, transposed=self.transposed)
 
+    def deployed(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """The module that the layer was made of, with these parameters."""
+        module = copy.copy(self.__dict__["template"])
+        module.__dict__["_parameters"] = {
+            "weight": nn.Parameter(weight),
+            "bias": None if bias is None else nn.Parameter(bias),
+        }
+        return module
+
     def scale(self, weight: Tensor, bias: Tensor | None, input_scale: float | None) -> Tensor:
         """Scales of the folded weight, as they are deployed."""
         return self.scaling.of(weight, bias, input_scale, None if self.step is None else self.step.abs())
 
     def _rounded(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         axis = self.scaling.axis
-        step = None if input_scale is None else float(input_scale)
+        step = _number(input_scale)
         scale = self.scale(weight, bias, step).detach()
         rounded = dequantize_weight(quantize_weight(weight, scale, self.scheme.weight, axis), scale, axis)
         if bias is not None and step is not None:
@@ -120,7 +134,7 @@ class QatLayer(nn.Module):
 
     def _straight_through(self, weight: Tensor, bias: Tensor | None, norm: Any, input_scale: Tensor | None) -> Tensor:
         """The weight rounded on the grid of the folded one."""
-        step = None if input_scale is None or not bool(input_scale != 0) else float(input_scale)
+        step = _number(input_scale)
         with torch.no_grad():
             folded, folded_bias = self.folded(weight, bias, norm)
         scale = self._broadcast(self.scale(folded, folded_bias, step), weight)
@@ -131,12 +145,12 @@ class QatLayer(nn.Module):
 
     def _affine(self, norm: Any) -> tuple[Tensor, Tensor]:
         """What the BatchNorm with its running statistics does to a channel: x * factor + shift, in float64."""
-        gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in norm)
-        factor = torch.rsqrt(variance.double() + self.eps)
+        gamma, beta, mean, variance = (None if t is None else t.detach().double() for t in norm[:4])
+        factor = torch.rsqrt(variance + self.eps)
         if gamma is not None:
-            factor = factor * gamma.double()
-        shift = -mean.double() * factor
-        return factor, shift if beta is None else shift + beta.double()
+            factor = factor * gamma
+        shift = -mean * factor
+        return factor, shift if beta is None else shift + beta
 
     def _broadcast(self, scale: Tensor, weight: Tensor) -> Tensor:
         if self.scaling.axis is None:
@@ -156,3 +170,15 @@ class QatLayer(nn.Module):
         for key, value in self.state_dict(prefix=prefix).items():
             state_dict.setdefault(key, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _number(scale: Tensor | None) -> float | None:
+    """A scale as a number; None where there is none yet."""
+    value = 0.0 if scale is None else abs(float(scale.detach()))
+    return value or None
+
+
+def _without_parameters(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    copied.__dict__["_parameters"] = dict.fromkeys(module._parameters)
+    return copied
