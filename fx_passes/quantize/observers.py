@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fx_passes.errors import CalibrationError, StageError
 from fx_passes.quantize.scheme import QuantScheme, affine_qparams, symmetric_scales
 
-__all__ = ["OBSERVERS", "MinMaxObserver", "MovingAverageObserver", "Observer"]
+__all__ = ["MinMaxObserver", "MovingAverageObserver", "Observer"]
 
 
 class Observer(nn.Module):
@@ -184,7 +184,3 @@ class MovingAverageObserver(Observer):
             dist.all_reduce(share, group=group)
             setattr(self, name, share / total)
         self.count = total
-
-
-OBSERVERS: dict[str, type[Observer]] = {"minmax": MinMaxObserver, "moving_average": MovingAverageObserver}
-"""Observers by the name that a configuration uses."""

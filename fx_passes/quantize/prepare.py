@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fx_passes.errors import InputError, StageError
-from fx_passes.node_meta import describe
-from fx_passes.quantize.annotation import Annotation, annotation_of, quantized_values
+from fx_passes.quantize.annotation import quantized_values
 from fx_passes.quantize.insertion import insert_module, record_example
-from fx_passes.quantize.observers import OBSERVERS, Observer
+from fx_passes.quantize.observer_names import observer_for
+from fx_passes.quantize.observers import Observer
 from fx_passes.quantize.placement import annotate
 from fx_passes.quantize.qat import prepare_qat_fx
 from fx_passes.quantize.qconfig import QConfig
@@ -66,7 +66,7 @@ def prepare_calibration_fx(
     gm = annotate(fused_float(model), target, qconfig)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
-            observer = _observer_for(value.node, value.readers, scheme.activation)
+            observer = observer_for(value.node, value.readers, scheme.activation, DEFAULT_OBSERVER)
             insert_module(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
     gm.graph.lint()
     gm.recompile()
@@ -94,10 +94,3 @@ def observers_of(gm: GraphModule) -> dict[str, Observer]:
         for node in gm.graph.nodes
         if node.op == "call_module" and str(node.target).startswith(f"{OBSERVER_PREFIX}.")
     }
-
-
-def _observer_for(node: Node, readers: tuple[Node, ...], scheme: Any) -> Observer:
-    """The observer that the configuration of the value's producer asks for, else that of its first reader."""
-    wishes = [annotation_of(node), *(annotation_of(reader) for reader in readers)]
-    name = next((w.observer for w in wishes if isinstance(w, Annotation) and w.observer), DEFAULT_OBSERVER)
-    return OBSERVERS[name](scheme, name=node.name, where=describe(node))

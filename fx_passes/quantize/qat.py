@@ -11,13 +11,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import InputError, QuantizationError, StageError
 from fx_passes.graph_module import set_submodule
-from fx_passes.node_meta import describe, inherit_meta
+from fx_passes.node_meta import inherit_meta
 from fx_passes.ops import bind, module_of, op_of
-from fx_passes.quantize.annotation import Annotation, QuantizedValue, annotation_of, quantized_values
+from fx_passes.quantize.annotation import QuantizedValue, annotation_of, quantized_values
 from fx_passes.quantize.fake_quant import FakeQuantize, QatState
 from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.layer import Layer, layer_of
-from fx_passes.quantize.observers import OBSERVERS
+from fx_passes.quantize.observer_names import observer_for
 from fx_passes.quantize.placement import annotate
 from fx_passes.quantize.qat_layer import QatLayer
 from fx_passes.quantize.qconfig import QConfig
@@ -85,7 +85,9 @@ def prepare_qat_fx(
     values = quantized_values(deployed.graph)
     plan = _Plan(gm, deployed)
     fakes = {
-        value.node.name: FakeQuantize(_observer(value, scheme.activation), learned_step)
+        value.node.name: FakeQuantize(
+            observer_for(value.node, value.readers, scheme.activation, _DEFAULT_OBSERVER), learned_step
+        )
         for value in values
         if value.scale_of is value.node
     }
@@ -184,12 +186,6 @@ def _check_same_path(training: Graph, evaluating: Graph, model: nn.Module) -> No
 
 def _signature(node: Node) -> tuple[Any, ...]:
     return node.op, str(node.target), str(node.args), str(node.kwargs)
-
-
-def _observer(value: QuantizedValue, scheme: Any) -> Any:
-    wishes = [annotation_of(value.node), *(annotation_of(reader) for reader in value.readers)]
-    name = next((w.observer for w in wishes if isinstance(w, Annotation) and w.observer), _DEFAULT_OBSERVER)
-    return OBSERVERS[name](scheme, name=value.node.name, where=describe(value.node))
 
 
 class _Plan:

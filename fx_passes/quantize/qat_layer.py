@@ -145,7 +145,8 @@ class QatLayer(nn.Module):
 
     def _affine(self, norm: Any) -> tuple[Tensor, Tensor]:
         """What the BatchNorm with its running statistics does to a channel: x * factor + shift, in float64."""
-        gamma, beta, mean, variance = (None if t is None else t.detach().double() for t in norm[:4])
+        gamma, beta = (None if t is None else t.detach().double() for t in norm[:2])
+        mean, variance = (t.detach().double() for t in norm[2:4])
         factor = torch.rsqrt(variance + self.eps)
         if gamma is not None:
             factor = factor * gamma

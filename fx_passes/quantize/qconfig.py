@@ -24,7 +24,8 @@ class LayerConfig:
     Attributes:
         dtype: "float" keeps it float, "int8" quantizes it though the target's placement would not (a depthwise
             convolution for TensorRT), None leaves it to the placement.
-        observer: name of the observer of its quantized value, None for the default ("minmax").
+        observer: of its quantized value: "minmax", "moving_average", "histogram", "percentile" (or "percentile:99.9"),
+            "entropy" or "mse"; None for the default.
         weight: "per_channel" or "per_tensor", None for what the target wants.
         weight_observer: "minmax" or "mse".
         origin: the key that decided, for messages.
@@ -140,16 +141,31 @@ def _checked(key: Any, value: Any) -> dict[str, Any] | None:
             near = difflib.get_close_matches(str(option), _OPTIONS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(_OPTIONS)}"
             raise InputError(f"unknown quantization option {option!r} for {key!r}", hint=hint)
-        allowed = _VALUES.get(option) or (None, *_observer_names())
-        if setting not in allowed:
-            raise InputError(f"{option}={setting!r} for {key!r}", hint=f"use one of {', '.join(map(repr, allowed))}")
+        if option == "observer":
+            _check_observer(key, setting)
+        elif setting not in _VALUES[option]:
+            allowed = ", ".join(map(repr, _VALUES[option]))
+            raise InputError(f"{option}={setting!r} for {key!r}", hint=f"use one of {allowed}")
     return dict(value)
 
 
-def _observer_names() -> tuple[str, ...]:
-    from fx_passes.quantize.observers import OBSERVERS
+def _check_observer(key: Any, wish: Any) -> None:
+    from fx_passes.quantize.observer_names import OBSERVERS
 
-    return tuple(OBSERVERS)
+    name, colon, number = str(wish).partition(":")
+    known = wish is None or (name in OBSERVERS and (not colon or (name == "percentile" and _is_number(number))))
+    if not known:
+        raise InputError(
+            f"observer={wish!r} for {key!r}",
+            hint=f"use one of {', '.join(map(repr, OBSERVERS))}, or 'percentile:99.9'",
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return 50.0 < float(text) <= 100.0
+    except ValueError:
+        return False
 
 
 def _merged(config: LayerConfig, key: Any, entry: dict[str, Any] | None) -> LayerConfig:

@@ -1,0 +1,224 @@
+"""Observers that keep a histogram, and choose the range from it: percentile, least squared error, least divergence.
+
+The bins are those of the floating point format itself: exponent and the first 8 bits of the mantissa, so a bin is 0.2%
+to 0.4% of its value wide. Bin edges therefore never depend on the data, and counts of any two batches, or of two
+machines, simply add up: the result is the same whatever the batch sizes and their order. Memory is fixed: the 16 powers
+of two below the largest magnitude are kept, what is smaller counts as zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_passes.errors import InputError
+from fx_passes.quantize.observers import Observer
+from fx_passes.quantize.scheme import QuantScheme, affine_qparams
+
+__all__ = ["EntropyObserver", "HistogramObserver", "MSEObserver", "PercentileObserver"]
+
+_MANTISSA = 8
+_PER_OCTAVE = 1 << _MANTISSA
+_OCTAVES = 16
+_BINS = _OCTAVES * _PER_OCTAVE
+_SHIFT = 23 - _MANTISSA
+_SIGN = 1 << (31 - _SHIFT)
+
+
+class HistogramObserver(Observer):
+    """Counts values in bins of 0.4%; its range is that of min-max, its subclasses cut it.
+
+    Buffers:
+        counts: int64, (2, 4096): positive and negative values by magnitude, the bins below the largest power of two.
+        zeros: int64, 0-dim: values too small for the bins, zeros among them.
+        top: int64, 0-dim: biased exponent of the largest power of two, 0 before anything was seen.
+    """
+
+    counts: Tensor
+    zeros: Tensor
+    top: Tensor
+
+    def __init__(self, scheme: QuantScheme, axis: int | None = None, name: str = "", where: str = "", **options: Any):
+        if axis is not None:
+            raise InputError("a histogram is kept per tensor only", hint='use "minmax" or "mse" for weights')
+        super().__init__(scheme, axis, name, where)
+        self.options = options
+        self.register_buffer("counts", torch.zeros(2, _BINS, dtype=torch.int64))
+        self.register_buffer("zeros", torch.tensor(0))
+        self.register_buffer("top", torch.tensor(0))
+
+    def observe(self, x: Tensor) -> None:
+        low, high = self._extrema(x)
+        self.low = torch.minimum(self.low.to(low.device), low)
+        self.high = torch.maximum(self.high.to(high.device), high)
+        bits = x.float().contiguous().reshape(-1).view(torch.int32) >> _SHIFT
+        if float(low) < 0:
+            bits &= 2 * _SIGN - 1
+        found = torch.bincount(bits, minlength=2 * _SIGN if float(low) < 0 else _SIGN)
+        self._add(found[:_SIGN], found[_SIGN:], max(-float(low), float(high)))
+
+    def _add(self, positive: Tensor, negative: Tensor, largest: float) -> None:
+        """Add counts by bit pattern (exponent and mantissa) of values up to `largest`."""
+        top = int(torch.tensor(largest, dtype=torch.float32).view(torch.int32) >> 23)
+        self._raise_top(top)
+        end = (int(self.top) + 1) * _PER_OCTAVE
+        start = max(end - _BINS, 0)
+        for row, found in enumerate((positive, negative)):
+            if not found.numel():
+                continue
+            kept = found[start:end]
+            self.counts[row, _BINS - kept.numel() :] += kept
+            self.zeros = self.zeros + found[:start].sum()
+
+    def _raise_top(self, top: int) -> None:
+        shift = (top - int(self.top)) * _PER_OCTAVE if int(self.top) else 0
+        if top <= int(self.top):
+            return
+        if shift:
+            shift = min(shift, _BINS)
+            self.zeros = self.zeros + self.counts[:, :shift].sum()
+            self.counts = torch.cat([self.counts[:, shift:], torch.zeros_like(self.counts[:, :shift])], 1)
+        self.top = torch.full_like(self.top, top)
+
+    def _absorb(self, other: Observer) -> None:
+        assert isinstance(other, HistogramObserver)
+        super()._absorb(other)
+        self._raise_top(int(other.top))
+        aligned = copy.deepcopy(other)
+        aligned._raise_top(int(self.top))
+        self.counts = self.counts + aligned.counts
+        self.zeros = self.zeros + aligned.zeros
+
+    def synchronize(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        super().synchronize(group)
+        top = self.top.clone()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        self._raise_top(int(top))
+        dist.all_reduce(self.counts, group=group)
+        dist.all_reduce(self.zeros, group=group)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = super().range()
+        cut_low, cut_high = self._cut(float(low), float(high))
+        # A bin is an interval: its edge may be a little outside of what was seen.
+        return low.clamp_min(min(cut_low, 0.0)), high.clamp_max(max(cut_high, 0.0))
+
+    def _cut(self, low: float, high: float) -> tuple[float, float]:
+        """The range to represent, out of the one that was seen."""
+        return low, high
+
+    def magnitudes(self) -> Tensor:
+        """Upper edges of the bins, float64, (4096,)."""
+        first = (int(self.top) + 1) * _PER_OCTAVE - _BINS
+        index = torch.arange(first + 1, first + _BINS + 1, dtype=torch.int64).clamp_min(1)
+        exponent, mantissa = index // _PER_OCTAVE, index % _PER_OCTAVE
+        return torch.ldexp(1.0 + mantissa.double() / _PER_OCTAVE, (exponent - 127).double())
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Centres of all bins in ascending order, zero among them, and their counts; float64."""
+        upper = self.magnitudes()
+        centre = upper * (1.0 - 0.5 / _PER_OCTAVE / 1.5)
+        zero = torch.zeros(1, dtype=torch.float64)
+        counts = self.counts.cpu().double()
+        zeros = self.zeros.cpu().double().reshape(1)
+        return torch.cat([-centre.flip(0), zero, centre]), torch.cat([counts[1].flip(0), zeros, counts[0]])
+
+
+class PercentileObserver(HistogramObserver):
+    """Leaves out the outermost values.
+
+    Args:
+        percentile: share of the values that is represented, in percent; the rest is cut from both ends, or of the
+            magnitudes if the format is symmetric.
+    """
+
+    def __init__(self, *args: Any, percentile: float = 99.99, **options: Any):
+        super().__init__(*args, **options)
+        if not 50.0 < percentile <= 100.0:
+            raise InputError(f"percentile is {percentile}", hint="use a number above 50 and up to 100, such as 99.99")
+        self.percentile = percentile
+
+    def _cut(self, low: float, high: float) -> tuple[float, float]:
+        outside = 1.0 - self.percentile / 100.0
+        upper = self.magnitudes()
+        counts, total = self.counts.cpu().double(), float(self.counts.sum() + self.zeros)
+        if self.scheme.symmetric:
+            bound = _edge_above(upper, counts.sum(0), outside * total)
+            return max(low, -bound), min(high, bound)
+        sides = 2 if low < 0 < high else 1
+        cuts = [_edge_above(upper, counts[row], outside * total / sides) for row in (1, 0)]
+        return max(low, -cuts[0]), min(high, cuts[1])
+
+
+def _edge_above(upper: Tensor, counts: Tensor, outside: float) -> float:
+    """The lowest edge with at most `outside` values beyond it."""
+    beyond = counts.flip(0).cumsum(0).flip(0) - counts
+    return float(upper[int((beyond <= outside).nonzero()[0])])
+
+
+class _SearchingObserver(HistogramObserver):
+    """Tries fractions of the range that was seen and keeps the one with the least loss."""
+
+    candidates = torch.linspace(0.1, 1.0, 91, dtype=torch.float64)
+
+    def _cut(self, low: float, high: float) -> tuple[float, float]:
+        values, counts = self.values()
+        used = counts > 0
+        values, counts = values[used], counts[used]
+        losses = [self._loss(values, counts, float(f) * low, float(f) * high) for f in self.candidates]
+        best = float(self.candidates[int(torch.tensor(losses).argmin())])
+        return best * low, best * high
+
+    def _loss(self, values: Tensor, counts: Tensor, low: float, high: float) -> float:
+        raise NotImplementedError
+
+
+class MSEObserver(_SearchingObserver):
+    """The range whose rounding and clipping give the least squared error."""
+
+    def _loss(self, values: Tensor, counts: Tensor, low: float, high: float) -> float:
+        s = self.scheme
+        scale, zero_point = affine_qparams(low, high, s)
+        rounded = (torch.clamp(torch.round(values / scale) + zero_point, s.quant_min, s.quant_max) - zero_point) * scale
+        return float((counts * (rounded - values).square()).sum())
+
+
+class EntropyObserver(_SearchingObserver):
+    """The range whose integers diverge least from the values (Kullback-Leibler), as TensorRT's calibrators chose it.
+
+    Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017: values beyond the range are counted into its last
+    level; the distribution of the levels, spread over the values that they stand for, is compared with that. Zero is
+    left out, as there: a ReLU's zeros are exact in any range.
+    """
+
+    def _loss(self, values: Tensor, counts: Tensor, low: float, high: float) -> float:
+        s = self.scheme
+        scale, zero_point = affine_qparams(low, high, s)
+        inside = ((values >= low) & (values <= high)).nonzero().reshape(-1)
+        if not inside.numel():
+            return float("inf")
+        first, last = int(inside[0]), int(inside[-1]) + 1
+        shown = counts[first:last].clone()
+        shown[values[first:last] == 0] = 0
+        if not bool(shown.any()):
+            return float("inf")
+        levels = torch.clamp(torch.round(values[first:last] / scale) + zero_point, s.quant_min, s.quant_max)
+        spread = _spread(levels.long() - s.quant_min, shown, values[first:last].abs(), s.quant_max - s.quant_min + 1)
+        reference = shown.clone()
+        reference[0] += counts[:first].sum()
+        reference[-1] += counts[last:].sum()
+        p, q = reference / reference.sum(), spread / spread.sum()
+        p, q = p[p > 0], q[p > 0].clamp_min(1e-30)
+        return float((p * (p / q).log()).sum())
+
+
+def _spread(level: Tensor, counts: Tensor, width: Tensor, levels: int) -> Tensor:
+    """Counts of each level, spread over the bins that it stands for in proportion to their widths."""
+    total = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, counts)
+    widths = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, width)
+    return total[level] * width / widths[level].clamp_min(1e-300)
