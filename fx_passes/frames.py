@@ -13,7 +13,7 @@ from torch.fx.proxy import TraceError
 
 from fx_passes.errors import LoweringError
 
-__all__ = ["failure_reason", "user_frame"]
+__all__ = ["failure_reason", "user_frame", "user_line"]
 
 _PACKAGE_DIRS = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -31,6 +31,14 @@ def user_frame(stop: types.CodeType) -> tuple[str, int] | None:
             return name, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def user_line(stop: types.CodeType) -> str:
+    """The user's line that runs, for messages: "model.py:12: if h != w:"."""
+    found = user_frame(stop)
+    if found is None:
+        return "a condition in torch"
+    return f"{os.path.basename(found[0])}:{found[1]}: {linecache.getline(*found).strip()}"
 
 
 def failure_reason(error: BaseException) -> str:

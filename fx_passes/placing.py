@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fx_passes.effects import has_effects
+from fx_passes.example_values import check_branch
 from fx_passes.recording import Recording
 from fx_passes.structures import make_instance
 from fx_passes.trace_args import check_fixed
@@ -26,7 +27,7 @@ _SIZE_ATTRIBUTES = frozenset(
     {"shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes", "requires_grad", "is_sparse"}
 )
 _SIZE_FUNCTIONS: tuple[Any, ...] = (len, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor)
-_CHECKS = frozenset({torch._assert, check_fixed})
+_CHECKS = frozenset({torch._assert, check_fixed, check_branch})
 
 
 class Place(enum.Enum):
@@ -147,8 +148,13 @@ class Plan:
             return Place.INPUT
         if node.op == "get_attr":
             return Place.GLUE if node in self._as_input else Place.ATTRIBUTE
-        if node in self.reasons or node.target in _CHECKS:
+        if node in self.reasons:
             return Place.GLUE
+        if node.target in _CHECKS:
+            # A check of sizes inside a segment stays there: outside, it would make outputs of what it reads.
+            sized = all(self._places[a] is Place.COPIED for a in node.all_input_nodes)
+            inside = sized and any(self._places[s] is Place.SEGMENT for s in self._sources(node.all_input_nodes))
+            return Place.SEGMENT if inside else Place.GLUE
         kind = self.recording.kinds[node]
         if kind == "host" and not self.recording.writes[node]:
             if self._is_copied(node):
@@ -279,7 +285,7 @@ class Plan:
 
     def _small_segments(self) -> Iterator[tuple[Node, str]]:
         for stage in set(self._index.values()):
-            nodes = [n for n in self.segment_at(stage) if n.target is not operator.getitem]
+            nodes = [n for n in self.segment_at(stage) if n.target not in (operator.getitem, *_CHECKS)]
             if not nodes:
                 continue
             if len(nodes) < self.min_segment_nodes:

@@ -52,6 +52,18 @@ class TracedValue(Proxy):
             return self.tracer.iter(self)
         return iter([self[i] for i in range(count)])
 
+    def __len__(self) -> int:
+        return self.tracer.length(self)
+
+    def __int__(self) -> int:
+        return int(self.tracer.number(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.number(self))
+
+    def __index__(self) -> int:
+        return operator.index(self.tracer.number(self))
+
     def __bool__(self) -> bool:
         if _in_assertion(sys._getframe(1)):
             self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion of the model failed"), {})
@@ -64,6 +76,7 @@ class TracedAttribute(TracedValue, Attribute):
 
     def __init__(self, root: Proxy, attr: str):
         Attribute.__init__(self, root, attr)
+        self.tracer.lazy_attributes.append(self)
 
 
 class TensorAttribute(TracedValue):

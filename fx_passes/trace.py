@@ -17,11 +17,13 @@ from torch.fx.proxy import TraceError
 from fx_passes import trace_args
 from fx_passes.attention import straight_forward
 from fx_passes.errors import CaptureError, InputError
-from fx_passes.frames import failure_reason, user_frame
+from fx_passes.example_values import UNKNOWN, ExampleValues, check_branch
+from fx_passes.frames import failure_reason, user_frame, user_line
 from fx_passes.graph_module import GraphModuleWithAttr
 from fx_passes.objects import holds_traced, object_paths
 from fx_passes.patching import activate, current_tracer, replaced_factories
-from fx_passes.proxy import TensorAttribute, TracedValue, contains_traced
+from fx_passes.proxy import TensorAttribute, TracedAttribute, TracedValue, contains_traced
+from fx_passes.rollback import Checkpoint
 from fx_passes.state import recorded_buffer_assignment, restored_state
 from fx_passes.structures import make_instance
 from fx_passes.stubs import is_stub
@@ -76,7 +78,7 @@ def trace(
 
 
 class _Untraceable(BaseException):
-    """Unwinds out of user code, past its own handlers, to restart the trace with `path` as a leaf."""
+    """Unwinds out of user code, past its own handlers, to follow the model once more."""
 
     def __init__(self, path: str, reason: str):
         self.path, self.reason = path, reason
@@ -111,6 +113,9 @@ class QuantizationTracer(Tracer):
         self._object_paths: dict[int, str] = {}
         self._constants: dict[int, tuple[str, Any]] = {}
         self._attributes: dict[str, TensorAttribute] = {}
+        self._rebinds = 0
+        self._values: ExampleValues | None = None
+        self.lazy_attributes: list[TracedAttribute] = []
         self._autocast = _autocast_state()
         if root is None:
             return
@@ -127,7 +132,15 @@ class QuantizationTracer(Tracer):
         *,
         example_inputs: Any = None,
     ) -> Graph:
-        """The graph of `root`'s forward. Restarts with one leaf more each time a submodule cannot be entered."""
+        """The graph of `root`'s forward, which is followed once more where an argument has to be fixed for it.
+
+        Args:
+            root: a module, or a function. A `GraphModuleWithAttr` is not followed again: its graph is copied.
+            concrete_args, example_inputs: as in `trace`.
+
+        Raises:
+            CaptureError: the root's own forward cannot be recorded.
+        """
         self.leaf_reasons = {}
         if isinstance(root, GraphModuleWithAttr) and not concrete_args:
             return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
@@ -148,6 +161,7 @@ class QuantizationTracer(Tracer):
         self._plan = plan
         self.num_calls, self.node_name_to_scope = {}, {}
         self.module_stack.clear()
+        self.graph = Graph()  # torch.fx makes the one that is recorded
         with ExitStack() as stack:
             if module is not None:
                 stack.enter_context(restored_state(module))
@@ -208,10 +222,17 @@ class QuantizationTracer(Tracer):
             if path in self.leaf_reasons:
                 proxy.node.meta["untraceable"] = self.leaf_reasons[path]
             return proxy
+        before = Checkpoint(self, args, kwargs)
         try:
             return super().call_module(m, straight_forward(m) or forward, args, kwargs)
         except Exception as error:
-            raise _Untraceable(path, failure_reason(error)) from error
+            inner = f"{path}."
+            self.leaf_reasons = {p: r for p, r in self.leaf_reasons.items() if not p.startswith(inner)}
+            self.leaf_reasons[path] = failure_reason(error)
+            if self._rebinds != before.rebinds:  # nodes before the module were changed
+                raise _Untraceable(path, self.leaf_reasons[path]) from error
+            before.restore()
+            return self.call_module(m, forward, args, kwargs)
 
     def path_of_module(self, mod: nn.Module) -> str:
         if isinstance(self._user_root, nn.Module) and mod is self._user_root and mod is not self.root:
@@ -231,6 +252,7 @@ class QuantizationTracer(Tracer):
 
     def rebind_buffer(self, path: str, value: Proxy) -> None:
         """Record `self.buffer = value` as a copy into the buffer; what was read of it before keeps the old value."""
+        self._rebinds += 1
         read = self._attributes.pop(path, None)
         if read is not None:
             node = read.node
@@ -254,7 +276,7 @@ class QuantizationTracer(Tracer):
         if kind not in ("placeholder", "output") and _autocast_state() != self._autocast:
             raise TraceError("the forward changes torch.autocast, which a graph does not record")
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
-        source = user_frame(QuantizationTracer._trace_once.__code__)
+        source = user_frame(_STOP)
         if source is not None and kind not in ("placeholder", "output"):
             node.meta["source"] = source
         path = self.scope.module_path
@@ -266,6 +288,8 @@ class QuantizationTracer(Tracer):
     def create_arg(self, a: Any) -> Any:
         """Tensors and objects of the model become `get_attr` nodes, other objects constants of the graph."""
         if isinstance(a, Proxy):
+            if a.node._erased:
+                raise TraceError("uses a value that a submodule, which could not be traced, has left behind")
             return a.node
         if isinstance(a, torch.Tensor):
             path = self._tensor_paths.get(id(a)) or self.tensor_attrs.get(a)
@@ -317,6 +341,45 @@ class QuantizationTracer(Tracer):
         node.meta["constant"] = value.detach() if isinstance(value, torch.Tensor) and not value.is_leaf else value
         return node
 
+    # -- branches --------------------------------------------------------------------------------------------------
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """The truth of a value that follows from sizes, checked at each call of the graph; else a TraceError."""
+        value = self._examples().value(obj.node)
+        if not isinstance(value, (bool, int, float, str, tuple)):
+            return super().to_bool(obj)
+        self.create_proxy("call_function", check_branch, (obj, bool(value), user_line(_STOP)), {})
+        return bool(value)
+
+    def iter(self, obj: Proxy) -> Any:
+        """The items of a shape, or of a tuple of tensors whose length follows from sizes; else a TraceError."""
+        value = self._examples().value(obj.node)
+        if not isinstance(value, (tuple, list)):
+            return super().iter(obj)
+        return iter([obj[i] for i in range(self.length(obj))])
+
+    def length(self, obj: Proxy) -> int:
+        """The length of a shape or of a tuple of tensors, checked at each call of the graph."""
+        value = self._examples().value(obj.node)
+        if not isinstance(value, (tuple, list)):
+            raise TraceError("the length of a traced value is not known while tracing")
+        length = self.create_proxy("call_function", len, (obj,), {})
+        self.create_proxy("call_function", check_branch, (length, len(value), user_line(_STOP)), {})
+        return len(value)
+
+    def number(self, obj: Proxy) -> Any:
+        """The value of a size as a number, checked at each call of the graph; only where nothing else helps."""
+        value = self._examples().value(obj.node) if self._plan.freezes_sizes else UNKNOWN
+        if not isinstance(value, (int, float)):
+            raise TraceError("a traced value is used as a Python number")
+        self.create_proxy("call_function", check_branch, (obj, value, user_line(_STOP)), {})
+        return value
+
+    def _examples(self) -> ExampleValues:
+        if self._values is None or self._values.graph is not self.graph:
+            self._values = ExampleValues(self.root, self.graph, self._plan.examples)
+        return self._values
+
     # -- wrapped calls -----------------------------------------------------------------------------------------
 
     def call_wrapped(self, target: Any, original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -345,6 +408,9 @@ class QuantizationTracer(Tracer):
         if not self._object_paths:
             self._object_paths = object_paths(self._user_root)
         return self._object_paths.get(id(value))
+
+
+_STOP = QuantizationTracer._trace_once.__code__  # frames further out are not the model's
 
 
 def _method_name(target: Any, args: tuple) -> str | None:

@@ -68,6 +68,7 @@ class ArgumentPlan:
             raise InputError(f"concrete_args names no argument of forward: {sorted(unknown)}")
         self.examples = self._bind(example_inputs)
         self._fix_numbers = False
+        self.freezes_sizes = False
 
     def _bind(self, example_inputs: Any) -> dict[str, Any]:
         if example_inputs is None:
@@ -88,11 +89,15 @@ class ArgumentPlan:
             ) from None
 
     def specialise_more(self) -> bool:
-        """Fix numeric arguments with known values as well. False if there is nothing more to fix."""
-        if self._fix_numbers:
+        """Fix numeric arguments with known values as well, then sizes. False if there is nothing more to fix."""
+        if not self._fix_numbers:
+            self._fix_numbers = True
+            if any(isinstance(self._known(p), (int, float, tuple)) for p in self.parameters):
+                return True
+        if self.freezes_sizes or not self.examples:
             return False
-        self._fix_numbers = True
-        return any(isinstance(self._known(p), (int, float, tuple)) for p in self.parameters)
+        self.freezes_sizes = True
+        return True
 
     def _known(self, parameter: inspect.Parameter) -> Any:
         return self.examples.get(parameter.name, parameter.default)

@@ -665,3 +665,28 @@ def test_one_tensor_given_for_two_arguments():
     mine, theirs = image(), image()
     with torch.no_grad():
         same(glue(mine, mine), model(theirs, theirs))
+
+
+class SizeCheck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 3, 2)
+
+    def forward(self, x):
+        assert x.shape[1] == 3
+        y = self.a(x)
+        if y.shape[-1] % 2:
+            y = F.pad(y, (0, 1))
+        return self.a(y)
+
+
+def test_a_check_of_a_size_inside_a_segment_stays_there():
+    model = SizeCheck()
+    glue = partition(trace(model, image()), (image(),))
+    (segment,) = segments(glue)
+    (output,) = segment.graph.find_nodes(op="output")
+    assert len(output.args[0]) == 1
+    assert sum(getattr(n.target, "__name__", "") == "check_branch" for n in segment.graph.nodes) == 1
+    same(glue(image()), model(image()))
+    with pytest.raises(InputError, match="traced with inputs"):
+        glue(image(w=5))

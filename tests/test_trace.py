@@ -683,3 +683,118 @@ def test_attention_is_entered(layer, inside):
     actual, expected = gm(*inputs), model(*inputs)
     for a, e in zip(actual, expected, strict=True) if isinstance(expected, tuple) else [(actual, expected)]:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)  # the products are summed in another order
+
+
+# -- branches on sizes -------------------------------------------------------------------------------------------------
+
+
+class SizeBranch(nn.Module):
+    """Pads to even sizes, as TensorFlow-style convolutions and window attention do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2, 2)
+
+    def forward(self, x):
+        h, w = x.shape[-2:]
+        pad_h, pad_w = max(-h % 2, 0), max(-w % 2, 0)
+        if pad_h > 0 or pad_w > 0:
+            x = F.pad(x, (0, pad_w, 0, pad_h))
+        return self.conv(x)
+
+
+class RankAndLength(nn.Module):
+    def forward(self, x):
+        if x.dim() == 3:
+            x = x.unsqueeze(0)
+        *batch, last = x.shape
+        pieces = [p * i for i, p in enumerate(x.chunk(2, -1))]
+        return torch.cat(pieces, -1).reshape(*batch, last), len(x.shape)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["as root", "as submodule"])
+@pytest.mark.parametrize("cls", [SizeBranch, RankAndLength])
+def test_branches_on_sizes_are_followed_for_the_example_and_checked_later(cls, inside):
+    model = nn.Sequential(nn.ReLU(), cls()) if inside else cls()
+    gm = trace(model, image(w=5))
+    assert gm.meta["leaf_reasons"] == {}
+    for n in (2, 1, 3):
+        same(gm(image(n, w=5)), model(image(n, w=5)))
+    if cls is SizeBranch:
+        with pytest.raises(InputError, match=r"test_trace\.py:\d+: if pad_h > 0 or pad_w > 0"):
+            gm(image(w=4))
+    else:
+        with pytest.raises(InputError, match=r"if x\.dim\(\) == 3"):
+            gm(image()[0])
+
+
+def test_without_an_example_a_branch_on_a_size_makes_a_leaf():
+    gm = trace(nn.Sequential(nn.ReLU(), SizeBranch()))
+    assert "if pad_h > 0" in gm.meta["leaf_reasons"]["1"] or "max(" in gm.meta["leaf_reasons"]["1"]
+
+
+def test_a_branch_on_data_makes_a_leaf_with_an_example_too():
+    assert set(trace(Holder(), image()).meta["leaf_reasons"]) == {"first", "mid.1"}
+    with pytest.raises(CaptureError, match=r"if y\.sum\(\) > 0"):
+        trace(Branchy(), image())
+
+
+def test_a_size_becomes_a_number_only_where_the_root_cannot_do_without_and_is_checked():
+    class Rows(nn.Module):
+        def forward(self, x):
+            return sum(x[i] for i in range(x.shape[0]))
+
+    gm = trace(Rows(), image(3))
+    assert torch.equal(gm(image(3)), Rows()(image(3)))
+    with pytest.raises(InputError, match="traced with inputs for which this is 3"):
+        gm(image(2))
+    leaf = trace(nn.Sequential(Rows()), image(3))
+    assert list(leaf.meta["leaf_reasons"]) == ["0"]
+    assert torch.equal(leaf(image(2)), Rows()(image(2)))
+
+
+def test_what_a_half_traced_submodule_did_is_undone():
+    class Appends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, features, x):
+            y = self.conv(features[-1]) * x.shape[0]
+            features.append(y)
+            if y.sum() > 0:
+                return y + 1
+            return y
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Appends()
+
+        def forward(self, x):
+            size = x.shape
+            features = [x * 2]
+            return self.inner(features, x) + features[0] + size[0] + self.inner.conv.bias.sum()
+
+    model = Model().eval()
+    gm = trace(model)
+    assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == ["inner"]
+    same(gm(image()), model(image()))
+
+
+def test_what_a_half_traced_submodule_left_on_itself_is_not_used():
+    class Leaves(nn.Module):
+        def forward(self, x):
+            self.left = x * 2
+            return x if x.sum() > 0 else -x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Leaves()
+
+        def forward(self, x):
+            return self.inner(x) + self.inner.left
+
+    with pytest.raises(CaptureError, match="left behind"):
+        trace(Model())
