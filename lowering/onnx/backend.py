@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
+from fx_passes.errors import ExportError
 from lowering.backend import install
 from lowering.module import SegmentInfo
 from lowering.settings import FLOAT_TYPES, Settings
 from lowering.summary import op_rows, precision_text
+from lowering.timing import measure_interleaved
+from lowering.twin import float_twin
 
 if TYPE_CHECKING:
+    import onnx
+
     from lowering.aten import AtenProgram
+    from lowering.onnx.session import OnnxSession
     from lowering.segments import Segmented
 
 __all__ = ["OnnxBackend"]
@@ -34,32 +41,34 @@ class OnnxBackend:
         self.precision, self.settings = precision, settings
         self.target = runtime
         self.threads: int | None = settings.threads or torch.get_num_threads()
+        self._exported: dict[int, tuple[AtenProgram, onnx.ModelProto]] = {}
 
     def unsupported(self, program: AtenProgram) -> dict[Node, str]:
-        """Nothing is known beforehand: the exporter covers aten, and says so where it does not."""
+        """The node that torch's exporter refuses, with its words; the model is kept for `lower` if it refuses none."""
+        try:
+            self._exported[id(program)] = (program, self._export(program))
+        except ExportError as error:
+            if error.node is None:
+                raise
+            return {error.node: error.what}
         return {}
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
-        """Export one segment and open a session on it."""
-        from lowering.aten import cast_float_part
-        from lowering.onnx.export import export_onnx
-        from lowering.onnx.session import OnnxSession
-
+        """Open a session on one segment; with "auto" on its float form too, and keep the faster."""
         graph = parts.glue.get_submodule(name)
-        dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
-        lowered = cast_float_part(program, dtype) if dtype != torch.float32 else program
-        session = OnnxSession(
-            export_onnx(lowered),
-            program.inputs,
-            program.outputs,
-            threads=self.threads,
-            target=self.target,
-            probe=None if program.buffer_inputs else parts.measured.boundaries[name].example,
-        )
+        example = parts.measured.boundaries[name].example
+        _, model = self._exported.pop(id(program), None) or (program, self._export(program))
+        session = self._session(model, program, example)
+        precision = "int8" if self.precision == "auto" else self.precision
+        if self.precision == "auto" and not program.buffer_inputs:
+            other = self._session(self._export(float_twin(program)), program, example)
+            times = measure_interleaved({"int8": lambda: session(*example), "float": lambda: other(*example)}, rounds=5)
+            if times["float"].median < times["int8"].median:
+                session, precision = other, str(self.settings.float_type)
         info = SegmentInfo(
             name=name,
             backend=session.description,
-            precision=precision_text(self.precision, self.settings),
+            precision=precision_text(precision, self.settings),
             nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
             flops=parts.measured.boundaries[name].flops,
             ops=op_rows(graph),
@@ -67,3 +76,26 @@ class OnnxBackend:
         )
         install(parts.glue, name, session, program)
         return info
+
+    def _export(self, program: AtenProgram) -> onnx.ModelProto:
+        from lowering.aten import cast_float_part
+        from lowering.onnx.export import export_onnx
+
+        dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
+        return export_onnx(cast_float_part(program, dtype) if dtype != torch.float32 else program)
+
+    def _session(self, model: onnx.ModelProto, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxSession:
+        from lowering.onnx.session import OnnxSession
+        from lowering.onnx.tensorrt_file import check_parser
+
+        session = OnnxSession(
+            model,
+            program.inputs,
+            program.outputs,
+            threads=self.threads,
+            target=self.target,
+            probe=None if program.buffer_inputs or self.target != "onnxruntime" else example,
+        )
+        if self.target == "tensorrt":
+            check_parser(session.bytes)
+        return session
