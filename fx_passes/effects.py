@@ -82,7 +82,7 @@ def _effect_outside_table(node: Node, root: nn.Module) -> Effect:
         return Effect.FRESH if single and results[0].alias_info is None else Effect.MAYBE
     if node.op == "call_module":
         module = module_of(node, root)
-        known = module is not None and type(module).__module__.startswith("torch.nn.modules")
+        known = module is not None and type(module).__module__.startswith(("torch.nn.modules", "torch.export"))
         hooked = module is not None and (module._forward_hooks or module._forward_pre_hooks)
         return Effect.MAYBE if known and not hooked and not getattr(module, "inplace", False) else Effect.OPAQUE
     if node.op == "call_method":

@@ -27,9 +27,35 @@ def fold_batch_norms(gm: GraphModule, report: list[tuple[str, str]]) -> None:
 
     `gm` is functional, in eval mode, and the caller's own; modules and tensors that it shares are not changed.
     """
+    uses = _Uses(gm)
     for node in list(gm.graph.nodes):
         if _is_batch_norm(node, gm):
-            _fold(gm, node, report)
+            _fold(gm, node, uses, report)
+
+
+class _Uses:
+    """Who calls which module, reads which tensor by name, and writes to which, as the graph was before folding.
+
+    Attributes:
+        calls: id of a module -> the nodes that call it.
+        reads: path of a module -> a node that reads a tensor of it by name.
+        writes: id of a tensor -> a node through which it is written to.
+    """
+
+    def __init__(self, gm: GraphModule):
+        self.calls: dict[int, list[Node]] = {}
+        self.reads: dict[str, Node] = {}
+        self.writes: dict[int, Node] = {}
+        for node in gm.graph.nodes:
+            if node.op == "call_module":
+                self.calls.setdefault(id(module_of(node, gm)), []).append(node)
+            elif node.op == "get_attr":
+                self.reads.setdefault(str(node.target).rpartition(".")[0], node)
+                if "aliased" in node.meta:
+                    self.writes[id(_attribute(gm, node))] = node
+
+    def written(self, tensors: Any) -> Node | None:
+        return next((self.writes[id(t)] for t in tensors if id(t) in self.writes), None)
 
 
 @dataclass(frozen=True)
@@ -46,7 +72,7 @@ def _is_batch_norm(node: Node, gm: GraphModule) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or (op is not None and op.name == "batch_norm")
 
 
-def _affine_of(gm: GraphModule, node: Node) -> _Affine | str:
+def _affine_of(gm: GraphModule, node: Node, uses: _Uses) -> _Affine | str:
     """The channel-wise form of a BatchNorm node, or why it has none."""
     if "aliased" in node.meta:
         return node.meta["aliased"]
@@ -58,8 +84,8 @@ def _affine_of(gm: GraphModule, node: Node) -> _Affine | str:
             return "it is in train mode"
         if module.running_mean is None or module.running_var is None:
             return "it keeps no running statistics, so it uses those of the batch"
-        if (reader := _written_below(gm, str(node.target))) is not None:
-            return f"its statistics are changed by '{reader.name}'"
+        if (writer := uses.written((*module.parameters(), *module.buffers()))) is not None:
+            return f"its statistics are changed by '{writer.name}'"
         mean, var, weight, bias, eps = module.running_mean, module.running_var, module.weight, module.bias, module.eps
     else:
         bound = bind(node)
@@ -94,18 +120,13 @@ def _attribute(gm: GraphModule, node: Node) -> Any:
     return value
 
 
-def _written_below(gm: GraphModule, path: str) -> Node | None:
-    reads = (n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target).startswith(path + "."))
-    return next((n for n in reads if "aliased" in n.meta), None)
-
-
 # --- folding
 
 
-def _fold(gm: GraphModule, norm: Node, report: list[tuple[str, str]]) -> None:
-    affine = _affine_of(gm, norm)
+def _fold(gm: GraphModule, norm: Node, uses: _Uses, report: list[tuple[str, str]]) -> None:
+    affine = _affine_of(gm, norm, uses)
     layer = norm.args[0] if norm.args else bind(norm).get("input")
-    reason = affine if isinstance(affine, str) else _why_not(gm, layer, norm, affine)
+    reason = affine if isinstance(affine, str) else _why_not(gm, layer, norm, affine, uses)
     if reason is not None:
         report.append((norm.name, f"kept: {reason}"))
         return
@@ -120,43 +141,43 @@ def _fold(gm: GraphModule, norm: Node, report: list[tuple[str, str]]) -> None:
     report.append((norm.name, f"folded into '{layer.name}'"))
 
 
-def _why_not(gm: GraphModule, layer: Any, norm: Node, affine: _Affine) -> str | None:
+def _why_not(gm: GraphModule, layer: Any, norm: Node, affine: _Affine, uses: _Uses) -> str | None:
     """Why a BatchNorm cannot be folded into the node before it, or None."""
     if not isinstance(layer, Node) or layer.op in ("placeholder", "get_attr"):
         return "there is no layer before it"
     op = op_of(layer, gm)
-    if (
-        op is None
-        and layer.op == "call_module"
-        and isinstance(module_of(layer, gm), (nn.modules.conv._ConvNd, nn.Linear))
-    ):
-        return f"'{layer.name}' before it: {_why_unknown(module_of(layer, gm))}"
+    module = module_of(layer, gm) if layer.op == "call_module" else None
+    if op is None and isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+        return f"'{layer.name}' before it: {_why_unknown(module)}"
     if op is None or op.role is not Role.WEIGHTED or op.name == "convolution":
         return f"'{layer.name}' before it is no convolution or linear layer"
     if "aliased" in layer.meta:
         return f"'{layer.name}' before it: {layer.meta['aliased']}"
-    others = [user.name for user in layer.users if user is not norm]
+    others = [user.name for user in layer.users if user is not norm and not _reads_size_only(user)]
     if others:
         return f"the output of '{layer.name}' is also used by '{others[0]}'"
-    reason = _why_not_module(gm, layer) if layer.op == "call_module" else _why_not_function(gm, layer)
+    reason = _why_not_function(gm, layer) if module is None else _why_not_module(module, layer, uses)
     if reason is None and _channels(gm, layer) != affine.scale.numel():
         return f"it normalises another axis than the channels of '{layer.name}'"
     return reason
 
 
-def _why_not_module(gm: GraphModule, layer: Node) -> str | None:
-    module = module_of(layer, gm)
-    if module is not None and is_parametrized(module):
+def _reads_size_only(node: Node) -> bool:
+    """Whether a node asks for a shape, rank or dtype, which folding does not change."""
+    op = op_of(node)
+    return op is not None and op.name in ("size", "attribute", "dim", "numel", "len", "is_floating_point")
+
+
+def _why_not_module(module: nn.Module, layer: Node, uses: _Uses) -> str | None:
+    if is_parametrized(module):
         return f"the weight of '{layer.name}' is computed from other parameters"
-    for node in gm.graph.nodes:
-        if node.op == "call_module" and node is not layer and module_of(node, gm) is module:
-            return f"the layer of '{layer.name}' is called again by '{node.name}'"
-        if node.op == "get_attr" and str(node.target).startswith(f"{layer.target}."):
-            return f"the parameters of '{layer.name}' are read by '{node.name}'"
-    parameters = {id(p) for p in (module.parameters() if module is not None else ())}
-    for node in gm.graph.nodes:
-        if node.op == "get_attr" and id(_attribute(gm, node)) in parameters and "aliased" in node.meta:
-            return f"the parameters of '{layer.name}' are changed through '{node.name}'"
+    again = next((n for n in uses.calls.get(id(module), []) if n is not layer), None)
+    if again is not None:
+        return f"the layer of '{layer.name}' is called again by '{again.name}'"
+    if (reader := uses.reads.get(str(layer.target))) is not None:
+        return f"the parameters of '{layer.name}' are read by '{reader.name}'"
+    if (writer := uses.written(module.parameters())) is not None:
+        return f"the parameters of '{layer.name}' are changed through '{writer.name}'"
     return None
 
 

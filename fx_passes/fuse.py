@@ -11,7 +11,7 @@ from fx_passes.effects import has_effects
 from fx_passes.errors import StageError
 from fx_passes.fold import fold_batch_norms
 from fx_passes.functional import functionalize, remove_dead_code
-from fx_passes.graph_module import copy_graph_module, delete_unused
+from fx_passes.graph_module import delete_unused
 from fx_passes.ops import op_of
 from fx_passes.parametrized import resolve_parametrizations
 from fx_passes.trace import trace
@@ -55,7 +55,7 @@ def _functional_eval_graph(model: nn.Module, report: list[tuple[str, str]]) -> G
         gm: GraphModule = trace(straighten(eval_copy(model)))
     else:
         _check_stage(model)
-        gm = copy_graph_module(eval_copy(model))
+        gm = eval_copy(model)
     resolve_parametrizations(gm, report)  # first: a layer with a hook is a call that functionalize does not understand
     return functionalize(gm) if gm.meta.get("stage", "traced") == "traced" else gm
 

@@ -389,6 +389,20 @@ def result_of_a_wrapped_call(m, x):
 
 
 @left(1)
+def out_argument_that_is_a_view(m, x):
+    y = m.conv(x)
+    torch.mul(x[:, 0], 2, out=y[:, 0])
+    return y
+
+
+@left(1)
+def view_that_write_view_does_not_know(m, x):
+    y = m.conv(x) * 1j
+    torch.view_as_real(y).mul_(2)
+    return y
+
+
+@left(1)
 def no_out_of_place_form(m, x):
     y = m.conv(x)[0, 0]
     y.fill_diagonal_(0.0)
@@ -405,6 +419,25 @@ def test_rewritten(name):
 def test_left_in_place_and_marked(name):
     function, count = LEFT[name]
     check(model_of(function), torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1)), left=count)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("input_written", "an input, which is the caller's memory"),
+        ("buffer_and_parameter_written", "a parameter or buffer of the model"),
+        ("kept_by_a_wrapped_call", "'remember' may have kept"),
+        ("result_of_a_wrapped_call", "the result of 'first_element', which is not understood"),
+        ("reshape_written_while_its_base_lives", "may share memory with 'conv'"),
+        ("out_argument_that_is_a_view", "written by out= of 'mul', which may resize it"),
+        ("view_that_write_view_does_not_know", "through a view that is not understood"),
+        ("no_out_of_place_form", "no out-of-place form"),
+    ],
+)
+def test_reasons(name, reason):
+    gm = functionalize(trace(model_of(LEFT[name][0])))
+    reasons = [n.meta["aliased"] for n in gm.graph.nodes if "aliased" in n.meta]
+    assert any(reason in r for r in reasons), reasons
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["read-again", "last-use"])

@@ -279,6 +279,18 @@ def test_functional_batch_norm_and_functional_conv_fold():
     assert calls(gm) == ["conv", "conv2d", "conv2d"]
 
 
+def test_a_user_of_the_shape_alone_does_not_prevent_folding():
+    """As in timm's BatchNormAct2d, which asserts the rank of its input."""
+
+    def forward(m, x):
+        y = m.conv(x)
+        torch._assert(y.ndim == 4, f"expected four dimensions, got {y.ndim}")
+        return m.bn(y).view(y.shape[0], y.size(1), -1)
+
+    gm = check(Net(forward), image(2, 3, 5, 5))
+    assert gm.meta["fuse_report"] == [("bn", "folded into 'conv'")]
+
+
 def test_parameters_of_a_folded_layer_are_new_and_the_rest_is_shared():
     model = seeded(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)))
     gm = fuse_fx(model)
@@ -409,3 +421,27 @@ def test_resnet18():
     gm = check(model, image(1, 3, 64, 64), tolerance=2e-4)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in gm.modules())
     assert [why[:6] for _, why in gm.meta["fuse_report"]] == ["folded"] * 20
+
+
+def test_exported_graph():
+    """The aten spellings, in place as torch.export keeps them before decomposition."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            out = self.relu(self.bn(self.conv(x)))
+            out += x
+            return self.relu(out)
+
+    model = seeded(Block()).eval()
+    x = image(1, 3, 4, 4)
+    gm = torch.export.export(model, (x,)).module()
+    gm.meta["training"] = False
+    fused = fuse_fx(gm)
+    names = [c for c in calls(fused) if c != "_guards_fn"]
+    assert names == ["conv2d.default", "relu.default", "add.Tensor", "relu.default"]
+    assert not any("aliased" in n.meta for n in fused.graph.nodes)
+    torch.testing.assert_close(fused(x), model(x))
