@@ -4,9 +4,8 @@ Their own `forward` branches on ranks, dtypes and devices and takes fused fast p
 symbolically. The functions here compute the same from the same parameters, for batched and unbatched inputs alike,
 without a branch on a traced value.
 
-**Hook for a tracer.** `straight_forward(module)` gives the replacement for a module's forward, or None. A tracer that
-meets such a module calls it instead of making the module a leaf; the module itself, its path and its parameters' names
-stay. `replace_attention(model)` does the same to a copy of a whole model, for `torch.export` and others.
+`straight_forward(module)` gives the replacement for a module's forward, or None. `QuantizationTracer` calls it where
+it meets such a module, instead of making the module a leaf; the module, its path and its parameters' names stay. `replace_attention(model)` does the same to a copy of a whole model, for `torch.export` and others.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fx_passes.copying import shared_copy
 from fx_passes.errors import InputError
 from fx_passes.ops import attention_mask
 
-__all__ = ["multi_head_attention", "replace_attention", "straight_forward", "straighten"]
+__all__ = ["multi_head_attention", "replace_attention", "straight_forward"]
 
 torch.fx.wrap("attention_mask")  # one node: it looks at ranks and dtypes
 
@@ -51,17 +50,13 @@ def replace_attention(model: nn.Module) -> nn.Module:
         >>> sorted(replace_attention(attention).state_dict()) == sorted(attention.state_dict())
         True
     """
-    return straighten(shared_copy(model))
-
-
-def straighten(model: nn.Module) -> nn.Module:
-    """Do to `model` itself what `replace_attention` does to a copy; returns it."""
-    for module in model.modules():
+    new = shared_copy(model)
+    for module in new.modules():
         function = straight_forward(module)
         if function is not None:
             cls, namespace = type(module), {"forward": function.func, "__module__": __name__}  # type: ignore[attr-defined]
             module.__class__ = type(cls.__name__, (cls,), namespace)
-    return model
+    return new
 
 
 def multi_head_attention(

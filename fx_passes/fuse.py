@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from fx_passes.attention import straighten
 from fx_passes.copying import eval_copy
 from fx_passes.effects import has_effects
 from fx_passes.errors import StageError
@@ -52,7 +51,7 @@ def fuse_fx(model: nn.Module) -> GraphModule:
 
 def _functional_eval_graph(model: nn.Module, report: list[tuple[str, str]]) -> GraphModule:
     if not isinstance(model, GraphModule):
-        gm: GraphModule = trace(straighten(eval_copy(model)))
+        gm: GraphModule = trace(eval_copy(model))
     else:
         _check_stage(model)
         gm = eval_copy(model)

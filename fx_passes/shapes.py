@@ -40,7 +40,8 @@ def propagate_shapes(
 
     Example:
         >>> from fx_passes import trace
-        >>> gm = propagate_shapes(trace(torch.nn.Linear(3, 4)), torch.rand(2, 3), dynamic_shapes={"input_1": {0: "n"}})
+        >>> gm = trace(torch.nn.Sequential(torch.nn.Linear(3, 4)))
+        >>> gm = propagate_shapes(gm, torch.rand(2, 3), dynamic_shapes={"input_1": {0: "n"}})
         >>> [shape_text(node) for node in gm.graph.nodes]
         ['[n, 3]', '[n, 4]', '[n, 4]']
     """
