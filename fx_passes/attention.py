@@ -5,7 +5,8 @@ symbolically. The functions here compute the same from the same parameters, for 
 without a branch on a traced value.
 
 `straight_forward(module)` gives the replacement for a module's forward, or None. `QuantizationTracer` calls it where
-it meets such a module, instead of making the module a leaf; the module, its path and its parameters' names stay. `replace_attention(model)` does the same to a copy of a whole model, for `torch.export` and others.
+it meets such a module, instead of making the module a leaf; the module, its path and its parameters' names stay.
+`replace_attention(model)` does the same to a copy of a whole model, for `torch.export` and others.
 """
 
 from __future__ import annotations
