@@ -94,7 +94,7 @@ class OnnxBackend:
             program.outputs,
             threads=self.threads,
             target=self.target,
-            probe=None if program.buffer_inputs or self.target != "onnxruntime" else example,
+            probe=None if program.buffer_inputs else example,
         )
         if self.target == "tensorrt":
             check_parser(session.bytes)

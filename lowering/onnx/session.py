@@ -77,7 +77,7 @@ class OnnxSession(nn.Module):
         self.threads = threads or torch.get_num_threads()
         self.target = target
         self.exact = bool(exact)
-        self._session = _open(self.bytes, self.threads, exact=self.exact)
+        self._session = _open(self.bytes, self.threads, fuse_quantized=self.target == "onnxruntime", exact=self.exact)
         self._output_plan = [(o.name, *_output_type(o.type), o.shape) for o in self._session.get_outputs()]
         self._dims = [list(i.shape) for i in self._session.get_inputs()]
         if [i.name for i in self._session.get_inputs()] != [s.name for s in self.inputs]:
@@ -86,7 +86,7 @@ class OnnxSession(nn.Module):
             )
         self._shapes: OrderedDict[tuple, list[tuple[int, ...]]] = OrderedDict()
         self._lock = threading.Lock()
-        if exact is None and probe is not None and self._saturates(probe):
+        if exact is None and probe is not None and target == "onnxruntime" and self._saturates(probe):
             self.exact, self._session = True, _open(self.bytes, self.threads, exact=True)
 
     def _saturates(self, probe: Sequence[Tensor]) -> bool:
@@ -156,7 +156,7 @@ class OnnxSession(nn.Module):
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "optimized.onnx"
-            _open(self.bytes, 1, exact=self.exact, optimized_to=path)
+            _open(self.bytes, 1, fuse_quantized=self.target == "onnxruntime", exact=self.exact, optimized_to=path)
             model = onnx.load(path, load_external_data=False)
         return Counter(node.op_type for node in model.graph.node)
 
@@ -281,7 +281,9 @@ def _has_vnni() -> bool:
     return "vnni" in flags or "asimddp" in flags
 
 
-def _open(data: bytes, threads: int, *, exact: bool, optimized_to: Path | None = None) -> onnxruntime.InferenceSession:
+def _open(
+    data: bytes, threads: int, *, exact: bool, fuse_quantized: bool = True, optimized_to: Path | None = None
+) -> onnxruntime.InferenceSession:
     ort = _runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -290,6 +292,8 @@ def _open(data: bytes, threads: int, *, exact: bool, optimized_to: Path | None =
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 4  # what matters comes back as an exception
     options.add_session_config_entry("session.x64quantprecision", "1" if exact else "0")
+    # A file placed for TensorRT may have Half around its Q/DQ, which ONNX Runtime 1.32 moves as if it were Float.
+    options.add_session_config_entry("session.disable_quant_qdq", "0" if fuse_quantized else "1")
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
         options.add_session_config_entry("session.disable_prepacking", "1")
