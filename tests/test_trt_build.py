@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trt_checks import aten_program, assert_same, eager, lower
+from trt_checks import assert_same, aten_program, eager, lower
 
 from fx_passes.errors import BackendUnavailableError, BuildError, InputError, UnsupportedOpError
 from lowering.aten import TensorSpec
@@ -110,7 +110,7 @@ class Unsupported(nn.Module):
 
 
 def test_an_op_without_converter_is_named() -> None:
-    with pytest.raises(UnsupportedOpError, match="no TensorRT converter for aten.linalg_inv"):
+    with pytest.raises(UnsupportedOpError, match=r"no TensorRT converter for aten\.linalg_inv"):
         lower(Unsupported(), IMAGE)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trt_checks import Case, aten_program, assert_same, check, eager, lower
+from trt_checks import Case, assert_same, aten_program, check, eager, lower
 
 from fx_passes.errors import InputError, UnsupportedOpError
 from fx_passes.quantize.decomposed import decomposed
@@ -96,7 +96,7 @@ CASES = [
          lambda x: torch.cat([F.max_pool2d(fake(x, 0.02), 3), fake(x, 0.02)[..., ::3, ::3]], 1), (X,)),
     Case("int8_output", lambda x: quantize(x, 0.02), (X,)),
     Case("quantized_channels_runtime",
-         lambda x: Q.quantize_per_channel(x, torch.full((8,), 0.03), torch.zeros(8, dtype=torch.int64), 1, -128, 127, torch.int8), (X,)),
+         lambda x: Q.quantize_per_channel(x, torch.full((8,), 0.03), None, 1, -128, 127, torch.int8), (X,)),
     Case("dynamic_batch", weighted(nn.Conv2d(8, 6, 3)), (X,), {0: (1, 4)}, ((X[:1],),)),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from trt_checks import Case, check
 torch.manual_seed(0)
 X = torch.randn(2, 3, 4, 5)
 P = torch.rand(2, 3, 4) + 0.2
-I = torch.randint(-5, 6, (2, 3, 4))
+INT = torch.randint(-5, 6, (2, 3, 4))
 B = torch.randn(2, 3, 4) > 0
 S = torch.tensor(2.5)
 V = torch.randn(6)
@@ -24,12 +24,12 @@ REDUCTIONS = [
     ("sum_dims", lambda x: x.sum((1, -1)), (X,)),
     ("sum_keepdim", lambda x: x.sum(2, keepdim=True), (X,)),
     ("sum_bool", lambda x: x.sum(1), (B,)),
-    ("sum_int32", lambda x: x.sum(1), (I.int(),)),
-    ("sum_dtype", lambda x: x.sum(1, dtype=torch.float32), (I,)),
+    ("sum_int32", lambda x: x.sum(1), (INT.int(),)),
+    ("sum_dtype", lambda x: x.sum(1, dtype=torch.float32), (INT,)),
     ("sum_zero_dim", lambda x: x.sum(), (S,)),
     ("mean", lambda x: x.mean(), (X,)),
     ("mean_dims", lambda x: x.mean((-1, -2), keepdim=True), (X,)),
-    ("mean_dtype", lambda x: x.mean(1, dtype=torch.float32), (I,)),
+    ("mean_dtype", lambda x: x.mean(1, dtype=torch.float32), (INT,)),
     ("var", lambda x: x.var(), (X,)),
     ("var_biased", lambda x: x.var((1, 2), unbiased=False), (X,)),
     ("var_correction", lambda x: x.var(-1, correction=2, keepdim=True), (X,)),
@@ -40,7 +40,7 @@ REDUCTIONS = [
     ("amin_keepdim", lambda x: x.amin(-1, keepdim=True), (X,)),
     ("amax_bool", lambda x: x.amax(1), (B,)),
     ("max", lambda x: x.max(), (X,)),
-    ("min_int", lambda x: x.min(), (I,)),
+    ("min_int", lambda x: x.min(), (INT,)),
     ("max_dim", lambda x: x.max(1), (X,)),
     ("min_dim_keepdim", lambda x: x.min(-1, keepdim=True), (X,)),
     ("max_dim_1d", lambda x: x.max(0), (V,)),
@@ -48,10 +48,10 @@ REDUCTIONS = [
     ("prod", lambda x: x.prod(1), (P,)),
     ("prod_all", lambda x: x.prod(), (P,)),
     ("any", lambda x: x.any(), (B,)),
-    ("any_dim", lambda x: x.any(-1, keepdim=True), (I,)),
+    ("any_dim", lambda x: x.any(-1, keepdim=True), (INT,)),
     ("all", lambda x: x.all(1), (B,)),
     ("all_float", lambda x: x.all(1), (X.round(),)),
-    ("count_nonzero", lambda x: torch.count_nonzero(x, 1), (I,)),
+    ("count_nonzero", lambda x: torch.count_nonzero(x, 1), (INT,)),
     ("norm", lambda x: x.norm(), (X,)),
     ("norm_1", lambda x: x.norm(1, dim=1), (X,)),
     ("norm_inf", lambda x: torch.linalg.vector_norm(x, float("inf"), dim=(1, 2), keepdim=True), (X,)),
@@ -63,7 +63,7 @@ REDUCTIONS = [
     ("logsumexp_keepdim", lambda x: x.logsumexp(-1, keepdim=True), (X,)),
     ("cumsum", lambda x: x.cumsum(2), (X,)),
     ("cumsum_bool", lambda x: x.cumsum(1), (B,)),
-    ("cumsum_int", lambda x: x.cumsum(-1), (I,)),
+    ("cumsum_int", lambda x: x.cumsum(-1), (INT,)),
     ("topk", lambda x: x.topk(3, 1), (X,)),
     ("topk_smallest", lambda x: x.topk(2, -1, largest=False), (X,)),
     ("topk_1d", lambda x: x.topk(2), (V,)),

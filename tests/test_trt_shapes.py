@@ -11,7 +11,7 @@ from trt_checks import Case, check
 torch.manual_seed(0)
 X = torch.randn(2, 3, 4, 5)
 M = torch.randn(4, 6)
-I = torch.randint(-9, 10, (2, 3, 4))
+INT = torch.randint(-9, 10, (2, 3, 4))
 B = torch.randn(2, 3, 4) > 0
 S = torch.tensor(2.5)
 IDX = torch.tensor([[2, 0, -1], [1, 1, -3]])
@@ -46,12 +46,12 @@ VIEWS = [
     ("squeeze_all", lambda x: x[:1, :, :1].squeeze(), (X,)),
     ("squeeze_not_one", lambda x: x.squeeze(1), (X,)),
     ("expand", lambda x: x[:, :1].expand(2, 3, -1, 5), (X,)),
-    ("expand_new_dimension", lambda x: x.expand(7, -1, -1, -1), (I,)),
+    ("expand_new_dimension", lambda x: x.expand(7, -1, -1, -1), (INT,)),
     ("expand_zero_dim", lambda x: x.expand(2, 3), (S,)),
-    ("repeat", lambda x: x.repeat(2, 1, 3), (I,)),
-    ("repeat_new_dimension", lambda x: x.repeat(2, 1, 3, 1), (I,)),
+    ("repeat", lambda x: x.repeat(2, 1, 3), (INT,)),
+    ("repeat_new_dimension", lambda x: x.repeat(2, 1, 3, 1), (INT,)),
     ("repeat_rank_5", lambda x: x.unsqueeze(0).repeat(2, 2, 2, 2, 2), (X,)),
-    ("tile", lambda x: x.tile((3,)), (I,)),
+    ("tile", lambda x: x.tile((3,)), (INT,)),
     ("repeat_interleave", lambda x: x.repeat_interleave(3, dim=1), (X,)),
     ("flip", lambda x: x.flip(0, -1), (X,)),
     ("flip_bool", lambda x: x.flip(1), (B,)),
@@ -66,7 +66,7 @@ VIEWS = [
 
 JOINS = [
     ("cat", lambda x, y: torch.cat([x, y, x], 1), (X, X[:, :1])),
-    ("cat_mixed_types", lambda x, y: torch.cat([x, y], 0), (I, I.float())),
+    ("cat_mixed_types", lambda x, y: torch.cat([x, y], 0), (INT, INT.float())),
     ("cat_empty", lambda x: torch.cat([x, x[:0]], 0), (X,)),
     ("cat_bool", lambda x: torch.cat([x, ~x], -1), (B,)),
     ("stack", lambda x, y: torch.stack([x, y], -1), (X, X * 2)),
@@ -82,7 +82,7 @@ SLICES = [
     ("slice", lambda x: x[:, 1:, ::2, -3:-1], (X,)),
     ("slice_far_bounds", lambda x: x[:, -100:100], (X,)),
     ("slice_empty", lambda x: x[:, 3:2] * 1, (X,)),
-    ("slice_int", lambda x: x[..., 1:3], (I,)),
+    ("slice_int", lambda x: x[..., 1:3], (INT,)),
     ("slice_bool", lambda x: x[:, 1:], (B,)),
     ("select", lambda x: x[:, -1, 2], (X,)),
     ("select_all", lambda x: x[0, 1, 2, 3], (X,)),
@@ -99,8 +99,8 @@ SLICES = [
 
 GATHERS = [
     ("index_select", lambda x, i: x.index_select(2, i), (X, torch.tensor([3, 0, 3]))),
-    ("gather", lambda x, i: x.gather(2, i), (I, torch.randint(0, 4, (2, 3, 6)))),
-    ("gather_smaller", lambda x, i: x.gather(0, i), (I, torch.randint(0, 2, (1, 2, 3)))),
+    ("gather", lambda x, i: x.gather(2, i), (INT, torch.randint(0, 4, (2, 3, 6)))),
+    ("gather_smaller", lambda x, i: x.gather(0, i), (INT, torch.randint(0, 2, (1, 2, 3)))),
     ("take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), (M, torch.randint(0, 6, (4, 2)))),
     ("take_along_broadcast", lambda x, i: torch.take_along_dim(x, i, 1), (M, torch.randint(0, 6, (1, 2)))),
     ("take", torch.take, (M, torch.tensor([0, 5, -1, 7]))),
@@ -124,7 +124,8 @@ SCATTERS = [
     ("index_put_broadcast", lambda x, i: x.index_put((i,), torch.tensor(5.0)), (M, torch.tensor([2, 0]))),
     ("index_put_pair", lambda x, i, j, v: x.index_put((i, j), v),
      (M, torch.tensor([2, 0]), torch.tensor([5, 1]), torch.randn(2))),
-    ("index_put_later", lambda x, i, v: torch.ops.aten.index_put(x, [None, i], v), (X, torch.tensor([2, 0]), torch.randn(2, 2, 4, 5))),
+    ("index_put_later", lambda x, i, v: torch.ops.aten.index_put(x, [None, i], v),
+     (X, torch.tensor([2, 0]), torch.randn(2, 2, 4, 5))),
     ("one_hot", lambda x: F.one_hot(x, 5), (torch.tensor([[0, 4], [2, 1]]),)),
     ("tril", torch.tril, (X,)),
     ("triu_offset", lambda x: x.triu(-1), (M,)),
@@ -137,7 +138,7 @@ FACTORIES = [
     ("full", lambda x: x * torch.full((4, 5), 3), (X,)),
     ("zeros_like", lambda x: torch.zeros_like(x), (X,)),
     ("ones_like_int", lambda x: torch.ones_like(x, dtype=torch.int32), (X,)),
-    ("full_like", lambda x: torch.full_like(x, 7), (I,)),
+    ("full_like", lambda x: torch.full_like(x, 7), (INT,)),
     ("new_zeros", lambda x: x + x.new_zeros(5), (X,)),
     ("new_full_bool", lambda x: x.new_full((2, 2), True), (B,)),
     ("linspace", lambda x: x * torch.linspace(-1, 1, 5), (X,)),

@@ -167,7 +167,9 @@ GRID = torch.rand(2, 5, 6, 2) * 2.6 - 1.3
 SAMPLING = [
     (f"grid_{mode}_{border}_{corners}",
      lambda x, g, mode=mode, border=border, corners=corners: F.grid_sample(x, g, mode, border, corners), (X2, GRID))
-    for mode in ("bilinear", "nearest", "bicubic") for border in ("zeros", "border", "reflection") for corners in (False, True)
+    for mode in ("bilinear", "nearest", "bicubic")
+    for border in ("zeros", "border", "reflection")
+    for corners in (False, True)
 ] + [
     ("grid_3d", lambda x, g: F.grid_sample(x, g, align_corners=True), (X3, torch.rand(2, 3, 4, 5, 3) * 2 - 1)),
     ("affine_grid", lambda t: F.affine_grid(t, [2, 4, 5, 6], align_corners=False), (torch.randn(2, 2, 3),)),

@@ -45,7 +45,8 @@ class BuildOptions:
         """Options from an object that has some of these attributes, such as `lowering.Settings`, or None."""
         if isinstance(settings, cls):
             return settings
-        return cls(**{f.name: getattr(settings, f.name, f.default) for f in fields(cls)})
+        options: dict[str, Any] = {f.name: getattr(settings, f.name, f.default) for f in fields(cls)}
+        return cls(**options)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
     network = build_network(program, name="resnet50")
     network.definition            # the INetworkDefinition, as NVIDIA's API has it
-    supports(program)             # {node name: reason} for what has no TensorRT form, nothing raised
+    supports(program)             # {node: reason} for what has no TensorRT form, nothing raised
 
-The aten graph is walked once. What depends on constants only is computed on the host (casts of weights, masks, aranges);
-everything else goes through the converter of its op. Quantized weights are the exception: they stay int8 in front of
-their dequantize layer.
+The aten graph is walked once. What depends on constants only is computed on the host (casts of weights, masks,
+ramps); everything else goes through the converter of its op. Quantized weights are the exception: they stay int8 in
+front of their dequantize layer.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -208,7 +208,7 @@ class _Definer:
             self._name(node, value)
 
     def _value(self, node: Node) -> Any:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        args, kwargs = _filled(node, lambda n: self.values[n])
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.op != "call_function":
@@ -221,7 +221,7 @@ class _Definer:
             raise UnsupportedOpError(f"no TensorRT converter for {_op_name(node)}", node=node)
         reason = _general_reason(node)
         if reason is None and converter.check is not None:
-            fakes = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            fakes = _filled(node, lambda n: n.meta.get("val"))
             reason = converter.check(**bind(node.target, converter.check, *fakes, {"result": node.meta.get("val")}))
         if reason is not None:
             raise UnsupportedOpError(f"{_op_name(node)}: {reason}", node=node)
@@ -238,7 +238,8 @@ class _Definer:
         """The node's value if it depends on nothing but constants and is not better kept as layers, else None."""
         if not isinstance(node.target, torch._ops.OpOverload):
             values = [*args, *kwargs.values()]
-            return node.target(*args, **kwargs) if all(isinstance(v, int | float | bool) for v in values) else None
+            known = all(isinstance(v, int | float | bool) for v in values)
+            return node.target(*args, **kwargs) if known else None  # type: ignore[operator]
         if node.target.namespace == "quantized_decomposed" or torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
@@ -376,6 +377,11 @@ def _is_run_time(value: Any) -> bool:
         | torch.layout
         | torch.memory_format,
     )
+
+
+def _filled(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """The node's arguments with values in place of nodes."""
+    return torch.fx.node.map_arg((node.args, node.kwargs), value_of)
 
 
 def _op_name(node: Node) -> str:

@@ -17,10 +17,8 @@ def _bounds(net: Net, size: Size, start: Size | None, end: Size | None, step: Si
     """First index and number of elements of a Python slice, negative and out-of-range bounds included."""
     first = _clamped(net, 0 if start is None else start, size)
     last = size if end is None or (isinstance(end, int) and end >= _FAR) else _clamped(net, end, size)
-    if last is size and isinstance(first, int) and first == 0:
-        length = size
-    else:
-        length = net.maximum_size(last - first, 0)
+    whole = last is size and isinstance(first, int) and first == 0
+    length = size if whole else net.maximum_size(last - first, 0)
     if not (isinstance(step, int) and step == 1):
         length = (length + (step - 1)) // step
     return first, length

@@ -29,7 +29,7 @@ def _spatial(x, kernel_size) -> int:
 
 
 def _ceil_padding(size: int, kernel: int, stride: int, pad: int, dilation: int = 1) -> int:
-    """Padding at the end that gives torch's ceil_mode size; a window must start inside the input or its left padding."""
+    """Padding at the end for torch's ceil_mode size; a window must start inside the input or its left padding."""
     span = dilation * (kernel - 1) + 1
     out = -(-(size + 2 * pad - span) // stride) + 1
     if (out - 1) * stride >= size + pad:

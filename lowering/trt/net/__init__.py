@@ -9,8 +9,10 @@ turning the first error in TensorRT's log into an exception that names the node.
 | --- | --- |
 | values (`core`) | `tensor`, `constant`, `cast`, `dtype`, `rank`, `identity`, `result`, `unsupported` |
 | sizes (`sizes`) | `dims`, `size`, `numel`, `shape_tensor`, `scalar`, `iota`, `minimum_size`, `maximum_size` |
-| movement | `reshape`, `unsqueeze`, `squeeze`, `permute`, `slice`, `narrow`, `select`, `expand`, `concat`, `gather*`, `scatter`, `pad`, `flatten` |
-| pointwise | `binary` and its short names, `unary`, `activation` and short names, `clamp`, `where`, `equal`, `greater`, `less`, `logical` |
+| movement | `reshape`, `unsqueeze`, `squeeze`, `permute`, `flatten`, `expand`, `concat` |
+| movement | `slice`, `narrow`, `select`, `gather`, `gather_elements`, `gather_nd`, `scatter`, `pad` |
+| pointwise | `binary`, `unary`, `activation` and their short names, `clamp`, `where` |
+| pointwise | `equal`, `greater`, `less`, `logical`, `logical_not`, `in_dtype`, `align`, `result_type` |
 | reduction | `reduce`, `mean`, `softmax`, `topk`, `cumsum`, `normalization` |
 | windows | `convolution`, `deconvolution`, `pool` |
 | contraction | `matmul`, `einsum`, `quantize`, `dequantize` |

@@ -24,7 +24,7 @@ class Reduction(Pointwise):
         return sorted({d % rank for d in ([dims] if isinstance(dims, int) else dims)}) if rank else []
 
     def reduce(self, op: str, x: Value, dims: Sequence[int] | int | None, keepdim: bool = False) -> Tensor:
-        """A `ReduceOperation` by name: SUM, PROD, MAX, MIN or AVG; dims None means all. A 0-dim tensor stays as it is."""
+        """A `ReduceOperation` by name: SUM, PROD, MAX, MIN or AVG; dims None means all. A 0-dim tensor stays."""
         axes = self.axes(x, dims)
         if not axes:
             return self.tensor(x)
