@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 import threading
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxSession"]
 
+_log = logging.getLogger("lowering.onnxruntime")
 _REMEMBERED_SHAPES = 64
 _SYMBOL = re.compile(r"[A-Za-z_]\w*")
 
@@ -94,7 +96,13 @@ class OnnxSession(nn.Module):
         if _has_vnni() or b"QuantizeLinear" not in self.bytes:
             return False
         fast = self(*probe)
-        session, self._session = self._session, _open(self.bytes, self.threads, exact=True)
+        try:
+            exact_session = _open(self.bytes, self.threads, exact=True)
+        except LoweringError as error:
+            # ONNX Runtime 1.32 converts a weight that two layers share twice, and then refuses the model.
+            _log.info("ONNX Runtime cannot run this model with exact integer products: %s", error.what)
+            return False
+        session, self._session = self._session, exact_session
         try:
             exact = self(*probe)
         finally:
