@@ -71,6 +71,7 @@ def weighted(layer: nn.Module, **options) -> Weighted:
 
 
 X = torch.randn(2, 8, 9, 9)
+ZEROS = torch.zeros(8, dtype=torch.int64)
 X1, X3, ROWS = torch.randn(2, 8, 9), torch.randn(2, 8, 4, 5, 5), torch.randn(5, 8)
 
 CASES = [
@@ -96,7 +97,7 @@ CASES = [
          lambda x: torch.cat([F.max_pool2d(fake(x, 0.02), 3), fake(x, 0.02)[..., ::3, ::3]], 1), (X,)),
     Case("int8_output", lambda x: quantize(x, 0.02), (X,)),
     Case("quantized_channels_runtime",
-         lambda x: Q.quantize_per_channel(x, torch.full((8,), 0.03), None, 1, -128, 127, torch.int8), (X,)),
+         lambda x: Q.quantize_per_channel(x, torch.full((8,), 0.03), ZEROS, 1, -128, 127, torch.int8), (X,)),
     Case("dynamic_batch", weighted(nn.Conv2d(8, 6, 3)), (X,), {0: (1, 4)}, ((X[:1],),)),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,22 @@ class TrtEngine(nn.Module):
                 "this artifact was saved without its network, so it cannot be simulated",
                 hint="save it with include_network=True",
             )
+        self._check_sizes(inputs)
+        return self.reference.run(*inputs)
+
+    def _check_sizes(self, inputs: Sequence[Tensor]) -> None:
+        if len(inputs) != len(self.inputs):
+            raise InputError(f"the segment takes {len(self.inputs)} inputs, {len(inputs)} were given")
         for spec, x in zip(self.inputs, inputs, strict=True):
-            if len(spec.min) != x.dim() or any(
-                not lo <= d <= hi for lo, d, hi in zip(spec.min, x.shape, spec.max, strict=True)
-            ):
+            fits = x.dim() == len(spec.min) and all(
+                lo <= size <= hi for lo, size, hi in zip(spec.min, x.shape, spec.max, strict=True)
+            )
+            if not fits:
+                taken = f"{spec.min}" if spec.min == spec.max else f"from {spec.min} to {spec.max}"
                 raise InputError(
-                    f"input '{spec.name}' has shape {tuple(x.shape)}, this segment takes from {spec.min} to {spec.max}",
+                    f"input '{spec.name}' has shape {tuple(x.shape)}, this segment takes {taken}",
                     hint="lower with a dynamic_batch or dynamic_shapes that covers these sizes",
                 )
-        return self.reference.run(*inputs)
 
     # -- artifacts --------------------------------------------------------------------------------------------------
 
@@ -102,10 +110,7 @@ class TrtEngine(nn.Module):
         """What the manifest says of this engine."""
         return {
             "kind": "tensorrt",
-            "inputs": [
-                {"name": s.name, "dtype": str(s.dtype).removeprefix("torch."), "min": s.min, "opt": s.opt, "max": s.max}
-                for s in self.inputs
-            ],
+            "inputs": [{**asdict(spec), "dtype": str(spec.dtype).removeprefix("torch.")} for spec in self.inputs],
             "outputs": self.outputs,
             "network": self.reference is not None,
         }
@@ -124,10 +129,7 @@ class TrtEngine(nn.Module):
         path = folder / f"{name}.engine"
         if not path.is_file():
             raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
-        inputs = [
-            TensorSpec(i["name"], getattr(torch, i["dtype"]), tuple(i["min"]), tuple(i["opt"]), tuple(i["max"]))
-            for i in record["inputs"]
-        ]
+        inputs = [_spec(plain) for plain in record["inputs"]]
         reference = _read_reference(folder, name) if record["network"] else None
         return cls(path.read_bytes(), reference, inputs, record["outputs"])
 
@@ -135,6 +137,12 @@ class TrtEngine(nn.Module):
         copy = type(self)(self.data, self.reference, self.inputs, self.outputs)
         memo[id(self)] = copy
         return copy
+
+
+def _spec(plain: dict[str, Any]) -> TensorSpec:
+    lists = {key: tuple(plain[key]) for key in ("min", "opt", "max")}
+    symbols = None if plain.get("symbols") is None else tuple(plain["symbols"])
+    return TensorSpec(plain["name"], getattr(torch, plain["dtype"]), **lists, symbols=symbols)
 
 
 def _write_part(reference: ReferenceNetwork, part: str, path: Path) -> None:

@@ -221,8 +221,9 @@ class _Definer:
             raise UnsupportedOpError(f"no TensorRT converter for {_op_name(node)}", node=node)
         reason = _general_reason(node)
         if reason is None and converter.check is not None:
-            fakes = _filled(node, lambda n: n.meta.get("val"))
-            reason = converter.check(**bind(node.target, converter.check, *fakes, {"result": node.meta.get("val")}))
+            fakes, named = _filled(node, lambda n: n.meta.get("val"))
+            bound = bind(node.target, converter.check, fakes, named, {"result": node.meta.get("val")})
+            reason = converter.check(**bound)
         if reason is not None:
             raise UnsupportedOpError(f"{_op_name(node)}: {reason}", node=node)
         try:
