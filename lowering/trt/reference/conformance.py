@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fx_passes.errors import BuildError, LoweringError
-from lowering.trt.reference import dtypes
+from lowering.trt.reference import dtypes, own_cases
 from lowering.trt.reference.coverage import Use, uses
 from lowering.trt.reference.exceptions import EXCEPTIONS
 from lowering.trt.reference.parser import network_from_onnx
@@ -25,8 +25,8 @@ from lowering.trt.reference.run import ReferenceNetwork
 __all__ = ["EXCEPTIONS", "KINDS", "Case", "Outcome", "cases", "light_models", "run_case", "run_light_model", "summary"]
 
 #: Sets of test cases in the package: the operators' own, the same with every size of every input made unknown, those
-#: exported from PyTorch, and a few composed ones.
-KINDS = ("node", "node-dynamic", "pytorch-converted", "pytorch-operator", "simple")
+#: exported from PyTorch, a few composed ones, and ours with ONNX Runtime's outputs.
+KINDS = ("node", "node-dynamic", "pytorch-converted", "pytorch-operator", "simple", "own")
 
 #: Recorded outputs in a reduced type were rounded at other places than ours: two units in the last place.
 _UNITS = {"HALF": 2 * 2.0**-10, "BF16": 2 * 2.0**-7, "FP8": 2 * 2.0**-3}
@@ -68,6 +68,8 @@ def cases(kind: str) -> tuple[Case, ...]:
         from onnx.backend.test.case.node import collect_testcases
 
         found = [Case(c.name, kind, c.model, c.data_sets or (), c.rtol, c.atol) for c in collect_testcases()]
+    elif kind == "own":
+        found = [Case(name, kind, model, [(x, y)], 1e-4, 1e-5) for name, model, x, y in own_cases.make_cases()]
     elif kind == "node-dynamic":
         found = [_dynamic(case) for case in cases("node")]
     else:

@@ -8,6 +8,7 @@ it means. A use that our converters emit and that no such network has is listed 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ def _layer_uses(layer: LayerRecord, network: NetworkRecord) -> set[Use]:
         needed, allowed = _ONLY_IF.get((layer.type, attribute), (None, frozenset()))
         if attribute in _NAMES or (needed is not None and layer.attributes[needed] not in allowed):
             continue
+        if attribute == "axis" and layer.type in ("QUANTIZE", "DEQUANTIZE") and _is_per_tensor(layer, network):
+            continue
         kind = _kind(attribute, value, layer, network)
         if layer.type == "ACTIVATION" and attribute in ("alpha", "beta"):
             attribute = f"{attribute} of {operation}"
@@ -81,6 +84,10 @@ def _layer_uses(layer: LayerRecord, network: NetworkRecord) -> set[Use]:
     for role in layer.weights:
         found.add((layer.type, "weights", role))
     return found
+
+
+def _is_per_tensor(layer: LayerRecord, network: NetworkRecord) -> bool:
+    return math.prod(network.tensors[str(layer.inputs[1])].shape) == 1
 
 
 def _pattern(inputs: tuple[str | None, ...]) -> str:

@@ -32,12 +32,14 @@ class LayerClass:
         weights: properties that hold weights.
         unless: attributes that may be asked for only if the input with that index is absent; otherwise the getter logs
             an ERROR, and a logger that collects errors would take it for a failed build.
+        instead_of: attributes that may be asked for only if another one, read before them, is not set; likewise.
     """
 
     name: str
     attributes: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     unless: dict[str, int] = field(default_factory=dict)
+    instead_of: dict[str, str] = field(default_factory=dict)
 
 
 _CONVOLUTION = (
@@ -109,7 +111,7 @@ LAYER_CLASSES: dict[str, LayerClass] = {
     ),
     "SHAPE": LayerClass("IShapeLayer"),
     "PARAMETRIC_RELU": LayerClass("IParametricReLULayer"),
-    "RESIZE": LayerClass("IResizeLayer", _RESIZE, unless={"shape": 1, "scales": 1}),
+    "RESIZE": LayerClass("IResizeLayer", _RESIZE, unless={"shape": 1, "scales": 1}, instead_of={"scales": "shape"}),
     "TRIP_LIMIT": LayerClass("ITripLimitLayer", ("kind", "loop")),
     "RECURRENCE": LayerClass("IRecurrenceLayer", ("loop",)),
     "ITERATOR": LayerClass("IIteratorLayer", ("axis", "reverse", "loop")),
@@ -216,8 +218,9 @@ class _Reader:
         layer.__class__ = getattr(self.trt, how.name)
         attributes: dict[str, Attribute] = {}
         for attribute in how.attributes:
-            absent_input = how.unless.get(attribute)
-            if absent_input is not None and absent_input < len(inputs) and inputs[absent_input] is not None:
+            index = how.unless.get(attribute, len(inputs))
+            by_input = index < len(inputs) and inputs[index] is not None
+            if by_input or attributes.get(how.instead_of.get(attribute, "")) is not None:
                 attributes[attribute] = None
             elif attribute == "attention":
                 attributes |= self.attention(layer.attention)
