@@ -296,12 +296,18 @@ def _hint(text: str) -> str:
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """torch.export talks to the terminal about its own internals; what matters comes back as an exception."""
+    """torch.export talks to the terminal about its own internals; what matters comes back as an exception.
+
+    Nor does it record a stack trace per node (an eighth of its time): `fx_node` says where a node comes from.
+    """
     loggers = [
         logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch.onnx")
     ]
     before = [logger.level for logger in loggers]
+    traces = getattr(torch.fx.config, "do_not_emit_stack_traces", None)
     try:
+        if traces is not None:
+            torch.fx.config.do_not_emit_stack_traces = True
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
@@ -310,3 +316,5 @@ def quiet_torch() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
+        if traces is not None:
+            torch.fx.config.do_not_emit_stack_traces = traces

@@ -73,20 +73,21 @@ def _run_exporter(program: AtenProgram, opset: int) -> onnx_ir.Model:
     from lowering.aten_export import quiet_torch
     from lowering.onnx.rewrites import canonicalize
 
+    prepared = _named_program(program)
     try:
         with quiet_torch():
             exported = torch.onnx.export(
-                _named_program(program),
+                prepared,
                 (),
                 dynamo=True,
                 opset_version=opset,
                 input_names=[spec.name for spec in program.inputs],
                 output_names=program.outputs,
-                optimize=True,
+                optimize=False,  # see rewrites.canonicalize
                 verbose=False,
             )
     except Exception as error:
-        raise _exporter_error(error, program) from error
+        raise _exporter_error(error, program, prepared) from error
     assert exported is not None
     model = exported.model
     if model.opset_imports[""] != opset:
@@ -97,7 +98,7 @@ def _run_exporter(program: AtenProgram, opset: int) -> onnx_ir.Model:
     return model
 
 
-def _exporter_error(error: Exception, program: AtenProgram) -> ExportError:
+def _exporter_error(error: Exception, program: AtenProgram, prepared: Any) -> ExportError:
     """The exporter's words, at the node that it could not translate."""
     chain: list[BaseException] = []
     current: BaseException | None = error
@@ -105,8 +106,9 @@ def _exporter_error(error: Exception, program: AtenProgram) -> ExportError:
         chain.append(current)
         current = current.__cause__
     text = str(chain[-1]).strip().splitlines()
-    names = [m for e in chain for m in re.findall(r"%(\w+) : \[num_users", str(e))]
-    node = next((n for n in program.call_nodes() if n.name in names), None)
+    names = {name for e in chain for name in re.findall(r"%(\w+) : \[num_users", str(e))}
+    labels = {_scope(n, "label") for n in prepared.decomposed.graph.nodes if n.name in names}
+    node = next((n for n in program.call_nodes() if _label(n) in labels), None)
     return ExportError(
         f"torch's ONNX exporter: {text[0] if text else type(error).__name__}",
         node=node,
@@ -114,7 +116,12 @@ def _exporter_error(error: Exception, program: AtenProgram) -> ExportError:
     )
 
 
-def _named_program(program: AtenProgram) -> ExportedProgram:
+def _scope(node: Node, key: str) -> str | None:
+    found = node.meta.get("nn_module_stack", {}).get(key)
+    return found[0] if found else None
+
+
+def _named_program(program: AtenProgram) -> Any:
     """A copy of the graph over the same weights, for the exporter to edit; nodes carry their label and source line."""
     from torch.export import ExportedProgram
 
@@ -126,9 +133,10 @@ def _named_program(program: AtenProgram) -> ExportedProgram:
         """
 
         def run_decompositions(self, decomp_table: Any = None, **options: Any) -> ExportedProgram:
-            if decomp_table is not None and not any(n.target in decomp_table for n in self.graph.nodes):
-                return self
-            return super().run_decompositions(decomp_table, **options)
+            self.decomposed: ExportedProgram = self
+            if decomp_table is None or any(n.target in decomp_table for n in self.graph.nodes):
+                self.decomposed = super().run_decompositions(decomp_table, **options)
+            return self.decomposed
 
     source = program.exported
     graph = Graph()
@@ -153,13 +161,16 @@ def _named_program(program: AtenProgram) -> ExportedProgram:
 
 
 def _label(node: Node) -> str:
-    """`layer1.0.conv1` for the module's own op, `layer1.0.add` for an op in the forward of `layer1.0`."""
+    """`layer1.0.conv1` for the call of that module, `layer1.0.add` for an op in the forward of `layer1.0`.
+
+    FX calls the call of module `layer1.0.conv1` `layer1_0_conv1`, in the forward of `layer1.0`.
+    """
     name = str(node.meta.get("fx_node", node.name))
     path = str(node.meta.get("module_path") or "")
-    as_identifier = path.replace(".", "_")
-    if path and (name == as_identifier or name.startswith(as_identifier + "_")):
-        return path + name[len(as_identifier) :]
-    return f"{path}.{name}" if path else name
+    prefix = path.replace(".", "_")
+    if not path or name == prefix:
+        return path or name
+    return f"{path}.{name.removeprefix(f'{prefix}_')}"
 
 
 def _name_nodes(model: onnx_ir.Model) -> None:
