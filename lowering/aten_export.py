@@ -294,15 +294,16 @@ def _hint(text: str) -> str:
     return "wrap() the function or module around this line so that it stays in Python"
 
 
+_TALKATIVE = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch.onnx", "torch._subclasses.fake_tensor")
+
+
 @contextmanager
 def quiet_torch() -> Iterator[None]:
     """torch.export talks to the terminal about its own internals; what matters comes back as an exception.
 
     Nor does it record a stack trace per node (an eighth of its time): `fx_node` says where a node comes from.
     """
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch.onnx")
-    ]
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
     before = [logger.level for logger in loggers]
     traces = getattr(torch.fx.config, "do_not_emit_stack_traces", None)
     try:
