@@ -194,7 +194,18 @@ ACTIVATIONS = [(str(layer).replace(" ", "").replace("\n", ""), layer, (X * 3,)) 
     ("relu_half", F.relu, (H,)),
 ]
 
-CASES = [Case(*row) for row in ARITHMETIC + ROUNDING + COMPARISON + MATH + ACTIVATIONS]
+# torch computes half precision in float32 and rounds once; the network rounds after every layer
+HALVES = [
+    (f"half_{name}", layer, (X.half(),))
+    for name, layer in [(row[0], row[1]) for row in ACTIVATIONS if isinstance(row[1], nn.Module)]
+    if not isinstance(layer, nn.PReLU)  # its float parameters do not mix with Half, in torch either
+] + [
+    (f"half_{name}", program, (P.half(),))
+    for name, program, inputs in ARITHMETIC + MATH
+    if len(inputs) == 1 and inputs[0] is P
+]
+
+CASES = [Case(*row) for row in ARITHMETIC + ROUNDING + COMPARISON + MATH + ACTIVATIONS + HALVES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

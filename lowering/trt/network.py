@@ -337,8 +337,8 @@ def _label(program: Program, node: Node) -> str:
     for argument in node.all_input_nodes:
         origin = argument.all_input_nodes[0] if _is_dequantize(argument) else argument
         fqn = program.constant_name(origin)
-        if fqn is not None and fqn.endswith(".weight"):
-            return fqn.removesuffix(".weight")
+        if fqn is not None and fqn.endswith("weight") and "." in fqn:
+            return fqn.rpartition(".")[0]
     name = str(node.meta.get("fx_node") or node.name)
     path = str(node.meta.get("module_path") or "")
     prefix = path.replace(".", "_") + "_"

@@ -23,9 +23,9 @@ class Pointwise(Movement):
 
     def result_type(self, *values: Value) -> torch.dtype:
         """torch's promoted dtype of tensors (by dtype and whether 0-dim), scalars and numbers."""
-        return reduce(
-            torch.promote_types, [torch.result_type(self._shadow(a), self._shadow(b)) for a in values for b in values]
-        )
+        if len(values) == 2:
+            return torch.result_type(*(self._shadow(v) for v in values))
+        return reduce(torch.promote_types, [self.dtype(v) for v in values])
 
     def _shadow(self, value: Value) -> Any:
         if isinstance(value, bool | int | float):
