@@ -179,7 +179,9 @@ def main() -> None:
             @contextmanager
             def step(what: str, task: TaskID = task, name: str = name) -> Iterator[None]:
                 progress.update(task, description=f"{name}: {what}")
+                begun = time.perf_counter()
                 yield
+                progress.console.print(f"{name}: {what}, {time.perf_counter() - begun:.1f} s", highlight=False)
                 progress.advance(task)
 
             results.append(run(name, MODELS[name], arguments.out, step))

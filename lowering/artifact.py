@@ -4,7 +4,7 @@ manifest.json             format version, glue graph, shapes, versions, SHA-256 
 segment_0.engine | .onnx  as `trtexec` or ONNX Runtime take it
 segment_0.network.json, segment_0.network.safetensors    the TensorRT network, for `simulate`
 state.safetensors         tensors that the glue graph and stateful segments hold
-summary.txt, report.json  for people and for scripts; not read back
+summary.txt, report.json  for people and for scripts; `load` does not read them
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowering.glue_format import glue_from_plain, glue_to_plain
 from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
 from lowering.segments import Fallback
 
-__all__ = ["FORMAT", "MANIFEST", "load", "save"]
+__all__ = ["FORMAT", "MANIFEST", "described", "load", "save"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -90,6 +90,20 @@ def load(
         raise ArtifactError(
             f"the manifest of {folder.name} is not well-formed: {error!r}", hint="save the lowered module again"
         ) from error
+
+
+def described(folder: str | Path) -> tuple[str, dict[str, Any]]:
+    """What `summary()` and `report()` said when the artifact was saved.
+
+    Every file is checked and none loaded, so that neither a runtime nor the model is needed.
+
+    Raises:
+        ArtifactError: as `load`.
+    """
+    folder = Path(folder)
+    _verify(folder, _read_manifest(folder)["files"])
+    summary = (folder / "summary.txt").read_text(encoding="utf-8")
+    return summary, json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def _segment_to_plain(segment: Segment, info: SegmentInfo) -> dict[str, Any]:

@@ -97,15 +97,21 @@ def lower(
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="an artifact that `fxtrt lower` wrote")],
+    folder: Annotated[Path, typer.Argument(help="an artifact that `fxtrt lower` or LoweredModule.save wrote")],
     layers: Annotated[bool, typer.Option("--layers", help="list every operator with its precision and why")] = False,
+    kernels: Annotated[bool, typer.Option("--kernels", help="list every kernel of the engines with its types")] = False,
 ) -> None:
-    """Show what an artifact holds: inputs, outputs, segments, kernels, bytes, fallbacks."""
-    lowered = _load_artifact(folder)
-    out.print(lowered.summary(), end="", markup=False, highlight=False, soft_wrap=True)
-    if layers:
-        for segment in lowered.segments:
+    """Show what an artifact holds, after checking its files: segments, kernels, bytes, fallbacks. Loads none of it."""
+    from lowering.artifact import described
+
+    summary, facts = described(folder)
+    out.print(summary, end="", markup=False, highlight=False, soft_wrap=True)
+    for segment in facts["segments"]:
+        if layers and segment["ops"]:
             out.print(_operator_table(segment))
+        for engine in segment["engines"]:
+            if kernels and engine.get("rows"):
+                out.print(_kernel_table(segment["name"], engine))
 
 
 @app.command()
@@ -200,11 +206,12 @@ def report(
     inputs: Inputs = None,
 ) -> None:
     """Write an HTML page: summary, layers, int8 coverage with reasons, kernels and bytes."""
+    from lowering.artifact import described
     from lowering.report import Lowering, placement_drawing, write_report
 
-    graph = None
     if Path(model).is_dir():
-        title, lowered = Path(model).name, _load_artifact(Path(model))
+        title = Path(model).name
+        part = Lowering(title, *described(model))
     else:
         title = f"{model} for {backend.value}"
         module, spec = _load(model, weights, pretrained)
@@ -212,9 +219,11 @@ def report(
             module, spec, backend, precision=precision, calibration=calibration, images=images, batch=batch,
             inputs=inputs,
         )  # fmt: skip
+        graph = None
         if precision in ("int8", "auto"):
             graph = placement_drawing(module, _example(module, spec, inputs, calibration), lowered.report()["target"])
-    written = write_report(file, [Lowering.of(title, lowered, graph=graph)], title=title)
+        part = Lowering.of(title, lowered, graph=graph)
+    written = write_report(file, [part], title=title)
     out.print(f"written to {written}", markup=False, highlight=False)
 
 
@@ -227,12 +236,6 @@ def _load(model: str, weights: Path | None, pretrained: bool) -> tuple[nn.Module
             markup=False, highlight=False,
         )  # fmt: skip
     return load_model(model, weights=weights, pretrained=pretrained)
-
-
-def _load_artifact(folder: Path) -> LoweredModule:
-    from lowering import load
-
-    return load(folder)
 
 
 def _lower(
@@ -315,10 +318,20 @@ def _bytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
 
 
-def _operator_table(segment: Any) -> Table:
-    table = Table("node", "operator", "int8", "reason", "source", title=segment.name)
-    for row in segment.ops:
-        table.add_row(row.node, row.op, "yes" if row.int8 else "no", row.reason, row.source or "")
+def _operator_table(segment: dict[str, Any]) -> Table:
+    table = Table("node", "operator", "int8", "reason", "source", title=f"{segment['name']}: operators")
+    for row in segment["ops"]:
+        table.add_row(row["node"], row["op"], "yes" if row["int8"] else "no", row["reason"], row["source"] or "")
+    return table
+
+
+def _kernel_table(segment: str, engine: dict[str, Any]) -> Table:
+    table = Table("kind", "of", "reads", "writes", "kB", title=f"{segment}: kernels")
+    for row in engine["rows"]:
+        table.add_row(
+            row["kind"], ", ".join(row["modules"]), " ".join(row["inputs"]), " ".join(row["outputs"]),
+            f"{row['bytes'] / 1e3:.1f}",
+        )  # fmt: skip
     return table
 
 

@@ -42,6 +42,18 @@ class Bare(torch.nn.Module):
         return self.fc(x)
 """
 
+WRAPPED = """
+from fx_passes import wrap
+
+class Boxes(Net):
+    def forward(self, x):
+        return self.boxes(super().forward(x))
+
+    @wrap
+    def boxes(self, scores):
+        return [row[row > 0] for row in scores]
+"""
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -77,10 +89,27 @@ def test_lower_writes_an_artifact_and_inspect_reads_it(folder, capsys, backend, 
     assert (folder / "out" / file).stat().st_size > 100
     assert (folder / "out" / "manifest.json").is_file()
 
-    status, out, err = fxtrt(capsys, "inspect", "out", "--layers")
+    status, out, err = fxtrt(capsys, "inspect", "out", "--layers", "--kernels")
     assert status == 0, err
-    assert "segment_0" in out
-    assert "conv" in out
+    assert "segment_0: operators" in out
+    assert ("segment_0: kernels" in out) == (backend == "trt")
+
+
+def test_inspect_checks_the_files_and_needs_neither_model_nor_runtime(folder, capsys, monkeypatch):
+    (folder / "boxes.py").write_text(NET + WRAPPED)
+    monkeypatch.syspath_prepend(folder)
+    arguments = ("lower", "boxes.py:Boxes", "--out", "out", "--calibration", "photos", "--backend", "onnxruntime")
+    status, _, err = fxtrt(capsys, *arguments)
+    assert status == 0, err
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    status, out, err = fxtrt(capsys, "inspect", "out")
+    assert status == 0, err
+    assert "boxes" in out  # what stays Python
+    with (folder / "out" / "segment_0.onnx").open("ab") as file:
+        file.write(b"!")
+    status, _, err = fxtrt(capsys, "inspect", "out")
+    assert status == 1
+    assert "segment_0.onnx has" in err
 
 
 def test_an_artifact_gives_what_lowering_in_python_gives(folder, capsys):

@@ -114,3 +114,15 @@ def test_pages_speak_of_files_that_exist():
     packages = {"fx_passes/", "lowering/"}
     assert len(named) > 10
     assert [name for name in sorted(named - packages) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", "scripts/compare_latency", ".ci/run"])
+def test_scripts_are_valid_shell(script):
+    assert os.access(ROOT / script, os.X_OK)
+    result = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_continuous_integration_runs_the_readmes_command():
+    assert "$ scripts/test\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "scripts/test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
