@@ -144,6 +144,11 @@ class _Builder:
             if self.plan.place(node) in (Place.COPIED, Place.ATTRIBUTE):
                 inside[node] = graph.node_copy(node, value)
             else:
+                glue = self._in_glue(node)
+                twin = next((i for i in inputs if self._in_glue(i) is glue), None)
+                if twin is not None:  # one tensor under two names is one input
+                    inside[node] = inside[twin]
+                    return inside[node]
                 inputs.append(node)
                 with graph.inserting_before(start):
                     inside[node] = inherit_meta(graph.placeholder(node.name), node)

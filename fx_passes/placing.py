@@ -126,7 +126,7 @@ class Plan:
         return live
 
     def _assign(self) -> None:
-        memory = _MemoryOrder(self.recording, self.nodes)
+        memory = _MemoryOrder(self.recording, self.nodes, self.wrapped)
         last_python = 0
         for node in self.nodes:
             if node not in self.live or node.op == "output":
@@ -279,7 +279,9 @@ class Plan:
                 yield node, "shares a buffer that is written to in place elsewhere"
 
     def _first_name(self, node: Node) -> Node:
-        while node in self.recording.same:
+        """The node whose tensor this is in the glue. What Python returned is a name of its own: a wrapped function
+        that returned its argument this time may return another tensor the next."""
+        while node in self.recording.same and self._places[node] is Place.SEGMENT:
             node = self.recording.same[node]
         return node
 
@@ -301,10 +303,11 @@ class Plan:
 
     def _clones(self) -> Iterator[tuple[Node, list[Node]]]:
         rec = self.recording
+        memory = _MemoryOrder(rec, self.nodes, self.wrapped)
         for node in self.wrapped & set(self._places):
             cloned = []
             for argument in node.all_input_nodes:
-                groups = rec.groups[argument] - rec.writes[node]
+                groups = rec.groups[argument] - memory.writes(node)  # reads before those come before in the plan too
                 if rec.kinds[argument] == "tensor" and groups and self._read_too_late(node, groups):
                     cloned.append(argument)
             if cloned:
@@ -332,18 +335,25 @@ def _reads_size(node: Node) -> bool:
 class _MemoryOrder:
     """The reads and writes that must come before a node, of memory that is written to anywhere."""
 
-    def __init__(self, recording: Recording, nodes: list[Node]):
-        self.recording = recording
+    def __init__(self, recording: Recording, nodes: list[Node], wrapped: set[Node]):
+        self.recording, self.wrapped = recording, wrapped
         self.written: set[int] = set().union(*(recording.writes[n] for n in nodes if n in recording.writes))
         self.writer: dict[int, Node] = {}
         self.readers: dict[int, list[Node]] = {}
 
+    def writes(self, node: Node) -> set[int]:
+        """The groups that a node writes to, or hands on from Python to something that does."""
+        recording = self.recording
+        handed_on = recording.reads[node] & recording.groups[node] & self.written if node in self.wrapped else set()
+        return recording.writes[node] | handed_on
+
     def before(self, node: Node) -> list[Any]:
         found: list[Node] = []
+        writes = self.writes(node)
         for group in self.recording.reads[node] & self.written:
             if group in self.writer:
                 found.append(self.writer[group])
-            if group in self.recording.writes[node]:
+            if group in writes:
                 found += self.readers.pop(group, [])
                 self.writer[group] = node
             else:
