@@ -29,6 +29,8 @@ _AUGMENTED = (
 class TracedValue(Proxy):
     """A value of the traced program."""
 
+    tracer: Any  # a QuantizationTracer
+
     def __getattr__(self, name: str) -> Any:
         return TracedAttribute(self, name)
 

@@ -351,7 +351,7 @@ class QuantizationTracer(Tracer):
         self.create_proxy("call_function", check_branch, (obj, bool(value), user_line(_STOP)), {})
         return bool(value)
 
-    def iter(self, obj: Proxy) -> Any:
+    def iter(self, obj: Any) -> Any:
         """The items of a shape, or of a tuple of tensors whose length follows from sizes; else a TraceError."""
         value = self._examples().value(obj.node)
         if not isinstance(value, (tuple, list)):
