@@ -17,8 +17,11 @@ from fx_passes.errors import CalibrationError, InputError, QuantizationError, St
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
+from fx_passes.quantize.pairs import pair_scale
 from fx_passes.quantize.prepare import observers_of
+from fx_passes.quantize.scheme import SCHEMES
 from fx_passes.quantize.structure import strip_quantization
+from fx_passes.quantize.weights import quantize_weight, weight_scale
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("error")
@@ -128,15 +131,97 @@ def test_relu6_never_ends_above_six():
 # ---- parameters
 
 
-def test_pairs_of_products_fit_sixteen_bits_for_onnxruntime():
-    """Two neighbouring inputs at 255: their products are added in 16 saturating bits without VNNI."""
+def pair_sums(weight: Tensor, highest: Tensor, groups: int) -> Tensor:
+    """Largest 16-bit sums of each output channel: neighbours along the input channels, then along the window."""
+    inputs = weight.shape[1]
+    rows = []
+    for out, kernel in enumerate(weight.long()):
+        group = out // (weight.shape[0] // groups)
+        reach = highest[group * inputs : (group + 1) * inputs].long()
+        products = (kernel.movedim(0, -1) * reach).flatten()
+        pairs = products[: len(products) // 2 * 2].reshape(-1, 2)
+        rows.append(torch.maximum(pairs.clamp_min(0).sum(1), -pairs.clamp_max(0).sum(1)).max())
+    return torch.stack(rows)
+
+
+PAIRED = {
+    "conv": (nn.Conv2d(16, 8, 3), 1),
+    "odd_channels": (nn.Conv2d(3, 8, 3), 1),
+    "grouped": (nn.Conv2d(12, 8, 3, groups=2), 2),
+    "pointwise": (nn.Conv2d(16, 8, 1), 1),
+    "linear": (nn.Linear(16, 8), 1),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["up_to_255", "as_observed"])
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_of_products_fit_sixteen_bits(name, known):
+    """Without VNNI, ONNX Runtime adds two neighbouring products in 16 saturating bits."""
+    layer, groups = PAIRED[name]
+    weight = layer.weight.detach()
+    generator = torch.Generator().manual_seed(0)
+    highest = torch.randint(1, 256, (weight.shape[1] * groups,), generator=generator).float()
+    reach = highest if known else torch.full_like(highest, 255.0)
+    least = pair_scale(weight, groups, highest if known else None)
+    usual = weight_scale(weight, SCHEMES["onnxruntime"].weight, 0)
+    scale = torch.maximum(usual, least)
+    assert pair_sums(quantize_weight(weight, scale, SCHEMES["onnxruntime"].weight, 0), reach, groups).max() <= 32767
+    raised = scale > usual
+    assert bool(raised.any()), "the case must need the rule"
+    tight = pair_sums(torch.round(weight / least.reshape(-1, *[1] * (weight.dim() - 1))), reach, groups)[raised]
+    assert tight.min() > 32767 * 0.97, "the scale is higher than it must be"
+
+
+def test_scales_are_raised_for_onnxruntime_alone():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(16, 8, 3, bias=False), nn.Conv2d(8, 4, 1)).eval()
-    weight = converted_for(model, "onnxruntime", [image(c=16)]).state_dict()["0.weight"].int()
-    pairs = weight.permute(0, 2, 3, 1).reshape(8, -1, 2).sum(2) * 255
-    assert pairs.max() <= 32767 and pairs.min() >= -32768
-    free = converted_for(model, "tensorrt", [image(c=16)]).state_dict()["0.weight"].int()
-    assert (free.permute(0, 2, 3, 1).reshape(8, -1, 2).sum(2) * 255).abs().max() > 32767, "the case must need the rule"
+    model, x = nn.Sequential(nn.Conv2d(16, 8, 1, bias=False), nn.Conv2d(8, 4, 1)).eval(), image(c=16)
+    raised, free = (converted_for(model, t, [x]).get_buffer("0.weight_scale") for t in ("onnxruntime", "tensorrt"))
+    assert bool((raised >= free).all()) and bool((raised > free * 1.01).any())
+
+
+def mean_error(converted: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
+    return (converted(x) - model(x)).mean((0, 2, 3)).abs()
+
+
+CORRECTED = {
+    "conv": nn.Conv2d(8, 6, 3),
+    "grouped": nn.Conv2d(8, 6, 3, groups=2),
+    "depthwise": nn.Conv2d(8, 8, 3, groups=8),
+}
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("name", CORRECTED)
+def test_bias_takes_back_the_mean_error_of_the_weight(name, target):
+    torch.manual_seed(0)
+    # Inputs on the grid of their scale: what is left is the error of the weight alone.
+    steps = 255 if target == "onnxruntime" else 127
+    x = torch.randint(0, steps + 1, (8, 8, 24, 24)) / steps
+    model = nn.Sequential(copy.deepcopy(CORRECTED[name])).eval()
+    config = {"": {"dtype": "int8"}}
+    with torch.no_grad():
+        errors = []
+        for correct in (True, False):
+            config[""]["bias_correction"] = correct
+            converted = converted_for(model, target, [x[:3], x[3:]], qconfig=config)
+            if target == "onnxruntime":  # its output is quantized, too
+                converted = without_last_pair(converted)
+            errors.append(mean_error(converted, model, x).max())
+    assert errors[0] < errors[1] / 5
+
+
+def without_last_pair(converted: Any) -> Any:
+    (output,) = (n for n in converted.graph.nodes if n.op == "output")
+    dequantize = output.args[0]
+    dequantize.replace_all_uses_with(dequantize.args[0].args[0])
+    converted.recompile()
+    return converted
+
+
+def test_layer_without_bias_gets_none():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False)).eval()
+    assert "0.bias" not in converted_for(model, "tensorrt", [image()]).state_dict()
 
 
 def test_integer_bias_never_overflows():

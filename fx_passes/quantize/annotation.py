@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch.fx import Graph, Node
 
 from fx_passes.errors import QuantizationError
-from fx_passes.quantize.weights import Granularity
 
 __all__ = ["Annotation", "QuantizedValue", "annotation_of", "as_float", "quantized_values"]
 
 
+Granularity = Literal["per_channel", "per_tensor"]
 NO_TENSOR = "no tensor arithmetic"
 """Ends the reason of a node that computes sizes, dtypes and the like."""
 NO_OPS = frozenset({"input", "constant", "python"})
@@ -29,6 +30,7 @@ class Annotation:
         output: its value is quantized for everything that reads it.
         share_scale_with: name of the node whose scale its value takes (ops that only move or pick values).
         weight_method: how the weight's range is found, "minmax" or "mse".
+        correct_bias: let the bias take back what rounding the weight does to the layer's mean output.
         observer: name of the observer that its value gets, where the configuration asks for one.
     """
 
@@ -39,6 +41,7 @@ class Annotation:
     output: bool = False
     share_scale_with: str | None = None
     weight_method: str = "minmax"
+    correct_bias: bool = True
     observer: str | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from fx_passes.errors import QuantizationError, StageError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
+from fx_passes.quantize.channels import bias_shift, keeps_channels, keeps_mean
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
 from fx_passes.quantize.insertion import insertion_point
 from fx_passes.quantize.layer import Layer, layer_of
+from fx_passes.quantize.pairs import highest_integers
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
-from fx_passes.quantize.weights import LayerScale, integer_bias, quantize_weight
+from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
 __all__ = ["convert_fx"]
 
@@ -52,12 +54,11 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
     """
     stage = prepared.meta.get("stage") if isinstance(prepared, GraphModule) else None
     if stage == "prepared":
-        gm, qparams = _without_observers(prepared)
-        learned: dict[str, Tensor] = {}
+        gm, found = _without_observers(prepared)
     elif stage == "prepared_qat":
         from fx_passes.quantize.qat_convert import without_fake_quantization
 
-        gm, qparams, learned = without_fake_quantization(prepared)
+        gm, found = without_fake_quantization(prepared)
     else:
         raise StageError(
             f"convert_fx got a graph at stage {stage!r}",
@@ -68,15 +69,15 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
             f"nothing in this model can be quantized for {gm.meta['target']!r}: {_reasons(gm.graph)}",
             hint="lower it with precision='fp16' or 'fp32', or relax the quantization configuration",
         )
-    _Conversion(gm, qparams, learned).run()
+    _Conversion(gm, found).run()
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "converted"
     return gm
 
 
-def _without_observers(prepared: GraphModule) -> tuple[GraphModule, dict[str, tuple[float, int]]]:
-    """The annotated float graph, and scale and zero point by node name."""
+def _without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
+    """The annotated float graph, and what its observers found."""
     gm = copy_graph_module(prepared)
     observers = observers_of(gm)
     for name in observers:
@@ -84,7 +85,10 @@ def _without_observers(prepared: GraphModule) -> tuple[GraphModule, dict[str, tu
             node.replace_all_uses_with(node.all_input_nodes[0])
             gm.graph.erase_node(node)
     leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})
-    return gm, {name: o.qparams() for name, o in observers.items() if o.seen_type is None}
+    observers = {name: o for name, o in observers.items() if o.seen_type is None}
+    highest = {name: o.channel_high for name, o in observers.items() if o.channel_high.dim()}
+    means = {name: mean for name, o in observers.items() if (mean := o.channel_mean()) is not None}
+    return gm, Found({name: o.qparams() for name, o in observers.items()}, highest=highest, means=means)
 
 
 def leave_float(graph: Graph, seen: dict[str, str]) -> None:
@@ -106,6 +110,23 @@ def leave_float(graph: Graph, seen: dict[str, str]) -> None:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What calibration or training found out about an annotated graph, by node name.
+
+    Attributes:
+        qparams: scale and zero point of a value.
+        learned: scales of a layer's weight.
+        highest: largest number of every channel of a value.
+        means: mean of every channel of a value.
+    """
+
+    qparams: dict[str, tuple[float, int]]
+    learned: dict[str, Tensor] = field(default_factory=dict)
+    highest: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Stored:
     """A quantized weight; `axis` is None and `scale` 0-dim where it has one scale."""
 
@@ -117,15 +138,23 @@ class _Stored:
 class _Conversion:
     """One run of the conversion."""
 
-    def __init__(self, gm: GraphModule, qparams: dict[str, tuple[float, int]], learned: dict[str, Tensor]):
-        self.gm, self.graph, self.qparams, self.learned = gm, gm.graph, qparams, learned
+    def __init__(self, gm: GraphModule, found: Found):
+        self.gm, self.graph, self.found = gm, gm.graph, found
+        self.highest: dict[Node, Tensor] = {}  # largest integers per channel of a dequantized value
+        self.means: dict[Node, Tensor] = {}
         self.scheme: TargetScheme = target_scheme(gm.meta["target"])
         self.layers: dict[Node, Layer] = {}
         self.informative: dict[str, Tensor] = {}  # buffers that no node reads
 
     def run(self) -> None:
         for value in quantized_values(self.graph):
-            self._insert_pair(value.node, value.readers, *self.qparams[value.scale_of.name])
+            name = value.scale_of.name
+            qparams = self.found.qparams[name]
+            pair = self._insert_pair(value.node, value.readers, *qparams)
+            if name in self.found.means and keeps_mean(value.node, value.scale_of):
+                self.means[pair] = self.found.means[name]
+            if name in self.found.highest and keeps_channels(value.node, value.scale_of):
+                self.highest[pair] = highest_integers(self.found.highest[name], *qparams, self.scheme.activation)
         for node in self.graph.nodes:
             annotation = annotation_of(node)
             if annotation is not None and annotation.weight is not None:
@@ -175,23 +204,21 @@ class _Conversion:
     def _scale(self, node: Node, scaling: LayerScale) -> Tensor:
         layer = self.layers[node]
         try:
-            learned = self.learned.get(node.name)
-            return scaling.of(layer.weight, layer.bias, self._integer_bias_input(layer), learned)
+            learned, highest = self.found.learned.get(node.name), self.highest.get(_unpadded(layer.input))
+            return scaling.of(layer.weight, layer.bias, self._integer_bias_input(layer), learned, highest)
         except QuantizationError as error:
             raise QuantizationError(error.what, node=node, hint=error.hint) from error
 
     def _integer_bias_input(self, layer: Layer) -> float | None:
         """The input's scale where the bias is stored as integers of input scale * weight scale, else None."""
-        source = layer.input
-        annotation = annotation_of(source)
-        if annotation is not None and annotation.op == "pad" and annotation.quantized:
-            source = source.all_input_nodes[0]
+        source = _unpadded(layer.input)
         if self.scheme.bias is None or layer.transposed or not is_dequantize(source):
             return None
         return float(source.args[1])  # type: ignore[arg-type]
 
     def _replace(self, node: Node, layer: Layer, weight: _Stored) -> None:
         """Make `node` the functional form of `layer`, in place: it keeps its name."""
+        layer = self._corrected(node, layer, weight)
         path = self._storage_path(layer)
         self._make_plain(path)
         with self.graph.inserting_before(node):
@@ -199,6 +226,14 @@ class _Conversion:
             dequantized = self._weight(node, path, weight)
             bias = self._bias(node, path, layer, weight)
         node.args, node.kwargs = (activation, dequantized, bias, *layer.options), {}
+
+    def _corrected(self, node: Node, layer: Layer, weight: _Stored) -> Layer:
+        """The layer with a bias that takes back what rounding the weight does to its mean output."""
+        mean, annotation = self.means.get(_unpadded(layer.input)), annotation_of(node)
+        if mean is None or layer.bias is None or annotation is None or not annotation.correct_bias:
+            return layer
+        shift = bias_shift(layer, dequantize_weight(weight.integers, weight.scale, weight.axis), mean)
+        return layer if shift is None else replace(layer, bias=layer.bias - shift)
 
     def _make_plain(self, path: str) -> None:
         """Let a container without a class hold the quantized parameters: the layer's own would want the float ones."""
@@ -296,6 +331,14 @@ class _Conversion:
 
     def _call(self, target: Any, args: tuple[Any, ...], name: str, like: Node) -> Node:
         return inherit_meta(self.graph.create_node("call_function", target, args, {}, name=name), like)
+
+
+def _unpadded(node: Node) -> Node:
+    """The dequantized value that a layer reads, before the zero padding that belongs to the layer."""
+    annotation = annotation_of(node)
+    return (
+        node.all_input_nodes[0] if annotation is not None and annotation.op == "pad" and annotation.quantized else node
+    )
 
 
 def _weight_key(node: Node, layer: Layer) -> Any:

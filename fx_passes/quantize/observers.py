@@ -30,16 +30,25 @@ class Observer(nn.Module):
 
     Buffers:
         low, high: float32, 0-dim or (channels,); +inf and -inf until something was seen.
+        channel_high: float32, (channels,), the largest value of each, where `channel_axis` asks for it.
+        channel_sum, channel_count: float64, (channels,), and int64, 0-dim: their sums, and the number of values summed.
     """
 
     low: Tensor
     high: Tensor
+    channel_high: Tensor
+    channel_sum: Tensor
+    channel_count: Tensor
 
     def __init__(self, scheme: QuantScheme, axis: int | None = None, name: str = "", where: str = ""):
         super().__init__()
         self.scheme, self.axis, self.name, self.where = scheme, axis, name, where
         self.enabled = True
         self.seen_type: str | None = None  # of a value that has no range: an integer tensor, a list
+        self.channel_axis: int | None = None
+        self.register_buffer("channel_high", torch.tensor(float("-inf")))
+        self.register_buffer("channel_sum", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("channel_count", torch.tensor(0))
         self.register_buffer("low", torch.tensor(float("inf")))
         self.register_buffer("high", torch.tensor(float("-inf")))
 
@@ -49,6 +58,7 @@ class Observer(nn.Module):
                 if x.numel():
                     with torch.no_grad():
                         self.observe(x.detach())
+                        self._observe_channels(x.detach())
             else:
                 self.seen_type = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         return x
@@ -56,6 +66,18 @@ class Observer(nn.Module):
     def observe(self, x: Tensor) -> None:
         """Take in one value: any shape, floating point, not empty."""
         raise NotImplementedError
+
+    def _observe_channels(self, x: Tensor) -> None:
+        if self.channel_axis is None or x.dim() < 2:
+            return
+        others = [i for i in range(x.dim()) if i != self.channel_axis % x.dim()]
+        self.channel_high = torch.maximum(self.channel_high, x.amax(others).float())
+        self.channel_sum = self.channel_sum + x.sum(others)
+        self.channel_count = self.channel_count + x.numel() // x.shape[self.channel_axis]
+
+    def channel_mean(self) -> Tensor | None:
+        """Mean of every channel, float64, (channels,); None where channels are not observed."""
+        return self.channel_sum / self.channel_count if self.channel_sum.dim() else None
 
     @property
     def calibrated(self) -> bool:
@@ -95,6 +117,9 @@ class Observer(nn.Module):
     def _absorb(self, other: Observer) -> None:
         self.low = torch.minimum(self.low, other.low)
         self.high = torch.maximum(self.high, other.high)
+        self.channel_high = torch.maximum(self.channel_high, other.channel_high)
+        self.channel_sum = self.channel_sum + other.channel_sum
+        self.channel_count = self.channel_count + other.channel_count
 
     def synchronize(self, group: Any = None) -> None:
         """Merge with the same observer on the other ranks of a `torch.distributed` group (collective call)."""
@@ -102,6 +127,15 @@ class Observer(nn.Module):
 
         dist.all_reduce(self.low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(self.high, dist.ReduceOp.MAX, group=group)
+        self._synchronize_channels(group)
+
+    def _synchronize_channels(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        if self.channel_high.dim():
+            dist.all_reduce(self.channel_high, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(self.channel_sum, group=group)
+            dist.all_reduce(self.channel_count, group=group)
 
     def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum and maximum of `x` in float32, per channel if there is an axis.
@@ -184,3 +218,4 @@ class MovingAverageObserver(Observer):
             dist.all_reduce(share, group=group)
             setattr(self, name, share / total)
         self.count = total
+        self._synchronize_channels(group)

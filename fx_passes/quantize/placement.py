@@ -14,11 +14,11 @@ from types import MappingProxyType
 from torch.fx import GraphModule, Node
 
 from fx_passes.ops import Role, is_size, op_of
-from fx_passes.quantize.annotation import Annotation
+from fx_passes.quantize.annotation import Annotation, Granularity
 from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.qconfig import LayerConfig, QConfig
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
-from fx_passes.quantize.weights import Granularity, channel_sqnr
+from fx_passes.quantize.weights import channel_sqnr
 
 __all__ = ["RULES", "PlacementRules", "Site", "annotate", "sites_of"]
 
@@ -78,7 +78,12 @@ class Site:
 
     def annotation(self, reason: str, **more) -> Annotation:
         return Annotation(
-            self.name, reason, weight_method=self.config.weight_observer, observer=self.config.observer, **more
+            self.name,
+            reason,
+            weight_method=self.config.weight_observer,
+            correct_bias=self.config.bias_correction,
+            observer=self.config.observer,
+            **more,
         )
 
 

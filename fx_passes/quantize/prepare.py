@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fx_passes.errors import InputError, StageError
 from fx_passes.quantize.annotation import quantized_values
+from fx_passes.quantize.channels import channel_axes
 from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.observer_names import observer_for
 from fx_passes.quantize.observers import Observer
@@ -64,9 +65,11 @@ def prepare_calibration_fx(
     """
     scheme = target_scheme(target)
     gm = annotate(fused_float(model), target, qconfig)
+    axes = channel_axes(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
             observer = observer_for(value.node, value.readers, scheme.activation, DEFAULT_OBSERVER)
+            observer.channel_axis = axes.get(value.node.name)
             insert_module(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
     gm.graph.lint()
     gm.recompile()

@@ -151,7 +151,6 @@ def _parts(model: nn.Module, kinds: tuple[type, ...]) -> list[Any]:
 
 def _trainable_graph(model: nn.Module) -> tuple[GraphModule, bool]:
     """A functional graph of an own copy of `model`, and whether that is in train mode."""
-    from fx_passes.attention import straighten
     from fx_passes.functional import functionalize
     from fx_passes.trace import trace
 
@@ -165,7 +164,7 @@ def _trainable_graph(model: nn.Module) -> tuple[GraphModule, bool]:
             raise StageError("this graph was traced in train mode", hint="call model.eval() before trace(model)")
         graph = copy.deepcopy(model)
         return (functionalize(graph) if stage == "traced" else graph), model.training
-    own = straighten(copy.deepcopy(model))
+    own = copy.deepcopy(model)
     _check_same_path(trace(own.train()).graph, (graph := trace(own.eval())).graph, model)
     return functionalize(graph), model.training
 

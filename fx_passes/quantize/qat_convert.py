@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from fx_passes.graph_module import copy_graph_module, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
-from fx_passes.quantize.convert import leave_float
+from fx_passes.quantize.convert import Found, leave_float
 from fx_passes.quantize.fake_quant import FakeQuantize
 from fx_passes.quantize.qat import FAKE_PREFIX, LAYER_PREFIX
 from fx_passes.quantize.qat_layer import QatLayer
@@ -17,14 +17,11 @@ from fx_passes.quantize.qat_layer import QatLayer
 __all__ = ["without_fake_quantization"]
 
 
-def without_fake_quantization(
-    qat: GraphModule,
-) -> tuple[GraphModule, dict[str, tuple[float, int]], dict[str, Tensor]]:
+def without_fake_quantization(qat: GraphModule) -> tuple[GraphModule, Found]:
     """The fused float graph of a QAT module.
 
     Returns:
-        The graph, BatchNorm folded by the arithmetic of the module's eval mode; scale and zero point by node name;
-        learned weight scales by node name.
+        The graph, BatchNorm folded by the arithmetic of the module's eval mode, and the ranges.
 
     Raises:
         StageError: the module has seen no data.
@@ -45,7 +42,7 @@ def without_fake_quantization(
         elif node.op == "get_attr" and not node.users:
             gm.graph.erase_node(node)
     leave_float(gm.graph, {n: f.observer.seen_type for n, f in fakes.items() if f.observer.seen_type is not None})
-    return gm, {n: f.qparams() for n, f in fakes.items() if f.observer.seen_type is None}, learned
+    return gm, Found({n: f.qparams() for n, f in fakes.items() if f.observer.seen_type is None}, learned)
 
 
 def _remove_fakes(gm: GraphModule) -> dict[str, FakeQuantize]:

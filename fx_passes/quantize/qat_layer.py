@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fx_passes.fold import fold_batch_norm
+from fx_passes.quantize.annotation import Granularity
 from fx_passes.quantize.fake_quant import QatState, check_state, fake_quantize
 from fx_passes.quantize.layer import Layer
 from fx_passes.quantize.scheme import TargetScheme
-from fx_passes.quantize.weights import Granularity, LayerScale, dequantize_weight, integer_bias, quantize_weight
+from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
 __all__ = ["QatLayer"]
 

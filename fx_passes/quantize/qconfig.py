@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fx_passes.errors import InputError
-from fx_passes.quantize.weights import Granularity
+from fx_passes.quantize.annotation import Granularity
 
 __all__ = ["LayerConfig", "QConfig"]
 
@@ -28,6 +28,8 @@ class LayerConfig:
             "entropy" or "mse"; None for the default.
         weight: "per_channel" or "per_tensor", None for what the target wants.
         weight_observer: "minmax" or "mse".
+        bias_correction: let the bias take back what rounding the weight does to the layer's mean output, as seen in
+            calibration. Not in quantization-aware training, which learns to.
         origin: the key that decided, for messages.
     """
 
@@ -35,6 +37,7 @@ class LayerConfig:
     observer: str | None = None
     weight: Granularity | None = None
     weight_observer: str = "minmax"
+    bias_correction: bool = True
     origin: str = ""
 
 
@@ -43,6 +46,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "dtype": (None, "int8", "float"),
     "weight": (None, "per_channel", "per_tensor"),
     "weight_observer": ("minmax", "mse"),
+    "bias_correction": (True, False),
 }
 
 

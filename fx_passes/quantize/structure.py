@@ -58,7 +58,7 @@ def _restore(gm: GraphModule, reader: Node, fused: GraphModule, original: Node |
     layer = "it is not there" if original is None else layer_of(fused, original)
     if isinstance(layer, str):
         raise StageError(f"the float graph has no layer '{reader.name}': {layer}", node=reader)
-    restored = []
+    restored: list[Node | None] = []
     for name, value in (("weight", layer.weight), ("bias", layer.bias)):
         if value is None:
             restored.append(None)

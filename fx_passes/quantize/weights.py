@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from fx_passes.errors import QuantizationError
+from fx_passes.quantize.annotation import Granularity
+from fx_passes.quantize.layer import Layer
+from fx_passes.quantize.pairs import pair_scale
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, symmetric_scales
 
-if TYPE_CHECKING:
-    from fx_passes.quantize.layer import Layer
-
 __all__ = [
-    "Granularity",
     "LayerScale",
     "channel_sqnr",
     "dequantize_weight",
     "integer_bias",
-    "pair_scale",
     "quantize_weight",
     "raise_scale_for_bias",
     "weight_scale",
 ]
-
-Granularity = Literal["per_channel", "per_tensor"]
 
 _TINY = torch.finfo(torch.float32).tiny
 _MSE_CANDIDATES = torch.linspace(0.4, 1.0, 31).tolist()
@@ -63,27 +58,6 @@ def _least_error_bound(rows: Tensor, bound: Tensor, scheme: QuantScheme) -> Tens
     return best
 
 
-def pair_scale(weight: Tensor, scheme: QuantScheme, axis: int) -> Tensor:
-    """Lowest per-channel scales at which no two neighbouring weights saturate 16 bits, with unsigned inputs up to 255.
-
-    The kernels run over input channels first, then over the window, and add products pairwise. Two weights of one
-    sign may reach 32767 // 255 = 128 together; 127 leaves room for their rounding.
-
-    Args:
-        weight: (out, in, *window) with `axis` 0, or (out, in).
-
-    Returns:
-        float32, (out,); 0 where a channel has no pair of one sign.
-    """
-    rows = _rows(weight.movedim(1, -1) if weight.dim() > 2 else weight, axis)
-    rows = rows[:, : rows.shape[1] // 2 * 2]
-    if not rows.shape[1]:
-        return torch.zeros(rows.shape[0])
-    positive = rows.clamp_min(0).unflatten(1, (-1, 2)).sum(2).amax(1)
-    negative = rows.clamp_max(0).unflatten(1, (-1, 2)).sum(2).amin(1).neg()
-    return torch.maximum(positive, negative) / scheme.quant_max
-
-
 def quantize_weight(weight: Tensor, scale: Tensor, scheme: QuantScheme, axis: int | None) -> Tensor:
     """Integers of `weight`, in `scheme.dtype`; the arithmetic of `quantized_decomposed.quantize_per_channel`."""
     inverse = (1.0 / scale).reshape(_broadcast(weight, axis))
@@ -116,22 +90,29 @@ class LayerScale:
         axis: channel axis of the weight, None for one scale.
         method: "minmax" or "mse".
         products: products that are summed up to one output value.
-        pairs: keep pairs of products within 16 bits (see `pair_scale`).
+        pairs: groups of the convolution if pairs of its products are to be kept within 16 bits (see
+            `fx_passes.quantize.pairs`), else None.
     """
 
     scheme: TargetScheme
     axis: int | None
     method: str
     products: int
-    pairs: bool = False
+    pairs: int | None = None
 
     @classmethod
     def for_layer(cls, layer: Layer, scheme: TargetScheme, granularity: Granularity, method: str) -> LayerScale:
-        pairs = scheme.safe_pairs and not layer.transposed and not layer.depthwise
-        return cls(scheme, layer.axis if granularity == "per_channel" else None, method, layer.products, pairs)
+        paired = scheme.safe_pairs and not layer.transposed and not layer.depthwise
+        axis = layer.axis if granularity == "per_channel" else None
+        return cls(scheme, axis, method, layer.products, layer.groups if paired else None)
 
     def of(
-        self, weight: Tensor, bias: Tensor | None, input_scale: float | None, learned: Tensor | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        input_scale: float | None,
+        learned: Tensor | None = None,
+        highest: Tensor | None = None,
     ) -> Tensor:
         """Scales of a weight.
 
@@ -139,13 +120,14 @@ class LayerScale:
             weight, bias: of the layer, BatchNorm folded in.
             input_scale: scale of the layer's input if the bias is stored as integers, else None.
             learned: scales that training found, instead of `method`.
+            highest: largest integer of every input channel, None where it is not known.
 
         Returns:
             float32, (channels,) or 0-dim.
         """
         scale = weight_scale(weight, self.scheme.weight, self.axis, self.method) if learned is None else learned
-        if self.pairs:
-            lowest = pair_scale(weight, self.scheme.weight, 0)
+        if self.pairs is not None:
+            lowest = pair_scale(weight, self.pairs, highest)
             scale = torch.maximum(scale, lowest if self.axis is not None else lowest.amax())
         if input_scale is not None:
             scale = raise_scale_for_bias(scale, bias, input_scale, self.products, self.scheme.weight)
