@@ -141,6 +141,7 @@ FACTORIES = [
     ("full_like", lambda x: torch.full_like(x, 7), (INT,)),
     ("new_zeros", lambda x: x + x.new_zeros(5), (X,)),
     ("new_full_bool", lambda x: x.new_full((2, 2), True), (B,)),
+    ("copy", lambda x, y: torch.ops.aten.copy(x, y), (X, torch.arange(5))),
     ("linspace", lambda x: x * torch.linspace(-1, 1, 5), (X,)),
     ("eye", lambda x: x @ torch.eye(5), (X,)),
     ("constant_result", lambda x: (x, torch.ones(2, 3)), (X,)),

@@ -79,6 +79,12 @@ def fill(net: Net, x: Value, value: Value) -> Value:
     return filled(net, net.dims(x), value, net.result.dtype)
 
 
+@converts(aten.copy.default)
+def copy(net: Net, x: Value, src: Value) -> Tensor:
+    """The functional form of `copy_`: src in the dtype and the size of x."""
+    return net.expand(net.tensor(src, net.dtype(x)), net.dims(x))
+
+
 @converts(aten.scalar_tensor.default)
 def scalar_tensor(net: Net, s: Value) -> Tensor:
     return net.tensor(s, net.result.dtype)
