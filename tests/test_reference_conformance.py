@@ -36,7 +36,9 @@ def test_operator_cases():
     assert set(conformance.EXCEPTIONS) | set(EXCEPTIONS_DYNAMIC) <= names
 
 
-@pytest.mark.parametrize(("kind", "least"), [("pytorch-converted", 60), ("pytorch-operator", 18), ("simple", 6), ("own", 60)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("pytorch-converted", 60), ("pytorch-operator", 18), ("simple", 6), ("own", 60)]
+)
 def test_stored_cases(kind, least):
     check(kind, [conformance.run_case(case) for case in conformance.cases(kind)], least)
 

@@ -121,6 +121,15 @@ MODELS: dict[str, str] = {
     "dequantize_by_channel": """(float[2,3,4] x) => (float[2,3,4] y) <float[3] s = {0.05, 0.1, 0.02},
         int8[3] z = {0, 0, 0}>
         { q = QuantizeLinear<axis = 1>(x, s, z)  y = DequantizeLinear<axis = 1>(q, s, z) }""",
+    "dequantize_by_row": """(float[3,4] x) => (float[3,4] y) <float[3] s = {0.05, 0.1, 0.02}, int8[3] z = {0, 0, 0}>
+        { q = QuantizeLinear<axis = 0>(x, s, z)  y = DequantizeLinear<axis = 0>(q, s, z) }""",
+    "half_abs": "(float16[2,5] x) => (float16[2,5] y) { y = Abs(x) }",
+    "half_exp": "(float16[2,5] x) => (float16[2,5] y) { y = Exp(x) }",
+    "half_log": "(float16[2,5] x) => (float16[2,5] y) { a = Abs(x)  y = Log(a) }",
+    "half_neg": "(float16[2,5] x) => (float16[2,5] y) { y = Neg(x) }",
+    "half_less": "(float16[2,5] a, float16[5] b) => (bool[2,5] y) { y = Less(a, b) }",
+    "half_pow": "(float16[2,5] a, float16[5] b) => (float16[2,5] y) { c = Abs(a)  y = Pow(c, b) }",
+    "half_sum": "(float16[2,5] x) => (float16 y) <int64[1] a = {1}> { y = ReduceSum(x, a) }",
     "int_division": "(int64[9] x) => (int64[9] y) <int64[1] d = {4}> { y = Div(x, d) }",
     "matmul_free_batch": "(float[n,3,4] a, float[n,4,5] b) => (float[n,3,5] y) { y = MatMul(a, b) }",
 }
@@ -145,13 +154,14 @@ def feed_of(model: Any) -> dict[str, np.ndarray]:
     for value in model.graph.input:
         tensor = value.type.tensor_type
         shape = [d.dim_value if d.HasField("dim_value") else 3 + i for i, d in enumerate(tensor.shape.dim)]
-        if tensor.elem_type == 1:
-            feed[value.name] = rng.standard_normal(shape).astype(np.float32) * 1.5
+        if tensor.elem_type in (1, 10):
+            dtype = np.float32 if tensor.elem_type == 1 else np.float16
+            feed[value.name] = (rng.standard_normal(shape) * 1.5).astype(dtype)
         elif tensor.elem_type == 9:
             feed[value.name] = rng.integers(0, 2, shape).astype(bool)
         else:
-            dtype, low, high = _DRAWS.get(tensor.elem_type, (np.int64, -9, 10))
-            feed[value.name] = rng.integers(low, high, shape).astype(dtype)
+            integer, low, high = _DRAWS.get(tensor.elem_type, (np.int64, -9, 10))
+            feed[value.name] = rng.integers(low, high, shape).astype(integer)
     return feed
 
 
