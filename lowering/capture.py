@@ -28,9 +28,8 @@ def captured(
             float precision is asked for.
         CalibrationError: there is nothing to calibrate on, or a tensor's values give no range.
     """
-    from fx_passes.quantize.calibrate import calibrate
-
     from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
+    from fx_passes.quantize.calibrate import calibrate
 
     stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
     if stage in ("prepared", "prepared_qat", "converted"):
@@ -40,15 +39,17 @@ def captured(
             model = copy.deepcopy(model)
             calibrate(model, data, progress=settings.progress)
         return model if stage == "converted" else convert_fx(model)
+    inputs = example.args or example.kwargs
+    fused = fuse_fx(model, inputs)
     if precision not in ("int8", "auto"):
-        return fuse_fx(model)
-    prepared = prepare_calibration_fx(model, example.args or None, target=target)
+        return fused
+    prepared = prepare_calibration_fx(fused, inputs, target=target)
     if not data:
         warnings.warn(
             "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
             stacklevel=4,
         )
-    calibrate(prepared, data if data else [example.args or example.kwargs], progress=settings.progress)
+    calibrate(prepared, data if data else [inputs], progress=settings.progress)
     return convert_fx(prepared)
 
 

@@ -64,7 +64,7 @@ def prepare_calibration_fx(
         ['_1', 'input_1']
     """
     scheme = target_scheme(target)
-    gm = annotate(fused_float(model), target, qconfig)
+    gm = annotate(fused_float(model, example_inputs), target, qconfig)
     axes = channel_axes(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
@@ -78,8 +78,8 @@ def prepare_calibration_fx(
     return gm
 
 
-def fused_float(model: nn.Module) -> GraphModule:
-    """The fused eval graph of `model`, whatever float stage it is at."""
+def fused_float(model: nn.Module, example_inputs: Any = None) -> GraphModule:
+    """The fused eval graph of `model`, whatever float stage it is at; example inputs as for `trace`."""
     from fx_passes.fuse import fuse_fx
 
     if not isinstance(model, nn.Module):
@@ -87,7 +87,7 @@ def fused_float(model: nn.Module) -> GraphModule:
     stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
     if stage in ("prepared", "prepared_qat", "converted"):
         raise StageError(f"this graph is already {stage}", hint="start from the float model")
-    return model if stage == "fused" else fuse_fx(model)  # type: ignore[return-value]
+    return model if stage == "fused" else fuse_fx(model, example_inputs)  # type: ignore[return-value]
 
 
 def observers_of(gm: GraphModule) -> dict[str, Observer]:
