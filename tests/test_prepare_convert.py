@@ -380,11 +380,11 @@ def test_nan_in_one_batch_names_the_tensor():
 @pytest.mark.parametrize("given", ["tensor", "list", "tuple", "dict", "first_call"])
 def test_example_inputs_are_recorded(given):
     x, first = image(seed=1), image(seed=2)
-    examples = {"tensor": x, "list": [x], "tuple": (x,), "dict": {"input_1": x}, "first_call": None}
+    examples = {"tensor": x, "list": [x], "tuple": (x,), "dict": {"input": x}, "first_call": None}
     prepared = prepare_calibration_fx(small_net(), examples[given])
     calibrate(prepared, [first, image(seed=3)])
     recorded = convert_fx(prepared).meta["example_inputs"]
-    value = recorded["input_1"] if given == "dict" else recorded[0]
+    value = recorded["input"] if given == "dict" else recorded[0]
     assert torch.equal(value, first if given == "first_call" else x)
 
 

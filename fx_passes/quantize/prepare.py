@@ -57,6 +57,7 @@ def prepare_calibration_fx(
         InputError: unknown target, or a configuration that names what is not there.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
         >>> prepared = prepare_calibration_fx(model, target="onnxruntime")
         >>> _ = prepared(torch.rand(2, 3, 8, 8))
