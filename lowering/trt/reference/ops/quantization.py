@@ -1,6 +1,9 @@
 """QUANTIZE and DEQUANTIZE, symmetric, as NVIDIA's documentation of the two layers defines them.
 
 q = saturate(round_half_even(x / scale) + zero_point), x = (q - zero_point) * scale
+
+The division is a product with the float32 reciprocal, as in the kernels that the builder makes of the layer (it calls
+them `MulMinMaxRounCast`) and in torch's `quantize_per_tensor`: a quotient would round the other way next to a tie.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def quantize(layer: Layer) -> Kernel:
     integer = target.startswith("INT")
 
     def run(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> torch.Tensor:
-        result = x / fit(scale, x)
+        result = x * fit(scale.reciprocal(), x)
         if integer:
             result = result.round_()
         if zero_point is not None:
