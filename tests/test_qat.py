@@ -337,6 +337,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         StageError,
         "prepare_calibration",
     ),
+    "folded_at_another_rank": (
+        lambda: prepare_qat_fx(sequence(nn.Linear(4, 4), nn.BatchNorm1d(4)))(torch.rand(2, 4, 4)),
+        QuantizationError,
+        "3 dimensions",
+    ),
     "parametrized": (
         lambda: prepare_qat_fx(sequence(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 1)))),
         QuantizationError,

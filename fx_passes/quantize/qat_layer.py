@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fx_passes.errors import QuantizationError
 from fx_passes.fold import fold_batch_norm
 from fx_passes.quantize.annotation import Granularity
 from fx_passes.quantize.fake_quant import QatState, check_state, fake_quantize
@@ -55,6 +56,8 @@ class QatLayer(nn.Module):
         self.scheme, self.granularity = scheme, granularity
         self.scaling = LayerScale.for_layer(layer, scheme, granularity or "per_channel", method)
         self.eps, self.momentum = eps, momentum
+        # BatchNorm works on axis 1: the channels of a linear layer or an unbatched conv1d only at this rank.
+        self.rank = {"linear": 2, "conv1d": 3, "conv_transpose1d": 3}.get(layer.op)
         self.state: QatState = "train"
         self.norm_frozen = False
         # No child: it has no parameters, and is of use only once training is over.
@@ -78,8 +81,16 @@ class QatLayer(nn.Module):
             weight, bias: the float layer's own.
             norm: weight, bias, running mean, running variance and number of batches of the BatchNorm behind it.
             input_scale: scale of `x`, where the bias is rounded to integers (ONNX Runtime).
+
+        Raises:
+            QuantizationError: the rank of `x` is one at which the BatchNorm cannot be folded.
         """
         check_state(self)
+        if norm is not None and self.rank is not None and x.dim() != self.rank:
+            raise QuantizationError(
+                f"a BatchNorm behind a layer whose input has {x.dim()} dimensions does not normalise its channels",
+                hint=f"give it {self.rank} dimensions, or keep the layer and its BatchNorm apart",
+            )
         if self.pad is not None:
             x = F.pad(x, *self.pad)
         if self.training:
