@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,12 +131,25 @@ def _lower(
     data = CalibrationData(calibration, settings.kept_batches)
     example = example_for(model, example_inputs, data)
     sizes = shape_range(model, example, dynamic_batch, dynamic_shapes)
-    graph: GraphModule = captured(model, example, backend.target, precision, data, settings)
-    parts = segmented(graph, sizes, settings, backend.unsupported)
-    infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
+    with _collector_paused():
+        graph: GraphModule = captured(model, example, backend.target, precision, data, settings)
+        parts = segmented(graph, sizes, settings, backend.unsupported)
+        infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
     lowered = LoweredModule(parts.glue, infos, parts.fallbacks, gather(backend, parts, precision, settings))
     _check_smallest(lowered, backend, sizes)
     return lowered
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Graphs are many small objects that all stay alive: collecting garbage between them took a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_smallest(lowered: LoweredModule, backend: Any, sizes: Any) -> None:

@@ -29,8 +29,8 @@ class Backend(Protocol):
     simulates: bool
     threads: int | None
 
-    def unsupported(self, program: AtenProgram) -> dict[Node, str]:
-        """The nodes that it cannot take, each with the reason."""
+    def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
+        """The nodes of segment `name` that it cannot take, each with the reason."""
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Build the segment `name`, put it into `parts.glue` in place of the graph, and say what came out."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fallback", "Segmented", "segmented"]
 
-Unsupported = Callable[[AtenProgram], dict[Node, str]]
+Unsupported = Callable[[str, AtenProgram], dict[Node, str]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
         graph: captured, functional, perhaps converted.
         sizes: one call of the model at its smallest, usual and largest sizes.
         settings: `min_segment_nodes` and `require_full_lowering` are used.
-        unsupported: the backend's own check: aten nodes that it cannot take, each with the reason.
+        unsupported: the backend's own check of a named segment: aten nodes that it cannot take, each with the reason.
 
     Raises:
         ExportError: a segment cannot be exported and the error does not say which node is at fault.
@@ -88,7 +88,7 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
                     raise
                 refused[error.node.name] = error.what
                 continue
-            for node, reason in unsupported(programs[name]).items():
+            for node, reason in unsupported(name, programs[name]).items():
                 refused[str(node.meta.get("fx_node", node.name))] = reason
         if not refused:
             break

@@ -43,7 +43,7 @@ class OnnxBackend:
         self.threads: int | None = settings.threads or torch.get_num_threads()
         self._exported: dict[int, tuple[AtenProgram, onnx.ModelProto]] = {}
 
-    def unsupported(self, program: AtenProgram) -> dict[Node, str]:
+    def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
         """The node that torch's exporter refuses, with its words; the model is kept for `lower` if it refuses none."""
         try:
             self._exported[id(program)] = (program, self._export(program))

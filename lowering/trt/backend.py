@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from fx_passes.errors import UnsupportedOpError
 from lowering.backend import install
 from lowering.module import SegmentInfo
 from lowering.settings import FLOAT_TYPES, Settings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lowering.aten import AtenProgram
     from lowering.segments import Segmented
     from lowering.trt.build import Engine
+    from lowering.trt.network import Network
     from lowering.trt.reference import ReferenceNetwork
 
 __all__ = ["TensorRTBackend"]
@@ -49,12 +51,18 @@ class TensorRTBackend:
         self.target = "tensorrt-rtx" if self.flavour == "rtx" else "tensorrt"
         self.description = f"{self.target} {bindings.version()}"
         self.capabilities = resolve_capabilities(compute_capabilities)
+        self._defined: dict[int, tuple[AtenProgram, Network]] = {}
 
-    def unsupported(self, program: AtenProgram) -> dict[Node, str]:
-        """The nodes that no converter takes, by a dry run of every converter's own check."""
+    def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
+        """The nodes that no converter takes. The network is defined for real; `lower` builds it if none is refused."""
         from lowering.trt.network import supports
 
-        return supports(program)
+        try:
+            self._defined[id(program)] = (program, self._define(program, name))
+        except UnsupportedOpError:
+            # The definition stops at the first node that is refused; this goes on to the others.
+            return supports(self._cast(program)) or supports(program)
+        return {}
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Build one segment's engine; with "auto" the all-float one too, to keep the one that moves fewer bytes."""
@@ -93,17 +101,23 @@ class TensorRTBackend:
         return {"precision": self.settings.float_type, **engine.report.as_dict()}
 
     def _build(self, program: AtenProgram, name: str) -> tuple[Engine, ReferenceNetwork]:
-        from lowering.aten import cast_float_part
         from lowering.trt.build import build_engine
-        from lowering.trt.network import build_network
         from lowering.trt.reference import read_network
 
-        dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
-        if dtype != torch.float32:
-            program = cast_float_part(program, dtype)
-        network = build_network(program, name=name)
+        _, network = self._defined.pop(id(program), None) or (program, self._define(program, name))
         engine = build_engine(network, compute_capabilities=self.capabilities, settings=self.settings)
         return engine, read_network(network.definition)
+
+    def _define(self, program: AtenProgram, name: str) -> Network:
+        from lowering.trt.network import build_network
+
+        return build_network(self._cast(program), name=name)
+
+    def _cast(self, program: AtenProgram) -> AtenProgram:
+        from lowering.aten import cast_float_part
+
+        dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
+        return program if dtype == torch.float32 else cast_float_part(program, dtype)
 
 
 def _moved(engine: Engine) -> int:
