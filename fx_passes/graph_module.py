@@ -196,7 +196,10 @@ def delete_unused(gm: GraphModule) -> list[str]:
                     child = _own_child(gm, module, name, full)
                     visit(child, full)
                 else:
-                    del table[name]
+                    if type(module) is nn.Module or table is module._modules:
+                        del table[name]
+                    else:  # a user's class may read it, in its `extra_repr` for example
+                        table[name] = None
                     module._non_persistent_buffers_set.discard(name)
                     dropped.append(full)
 

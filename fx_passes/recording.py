@@ -196,7 +196,9 @@ class _Recorder(Interpreter):
         except Exception as error:
             text = str(error).split("\n")[0]
             raise InputError(
-                f"the model fails on the example inputs: {type(error).__name__}: {text}", node=n
+                f"the model fails on the example inputs: {type(error).__name__}: {text}",
+                node=n,
+                hint="check that the model itself runs on them: their rank, sizes and dtypes",
             ) from error
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
 from lowering.module import Segment, SegmentInfo
+from lowering.summary import op_rows
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
     from lowering.segments import Segmented
 
-__all__ = ["Backend", "install"]
+__all__ = ["Backend", "graph_of", "install", "segment_info"]
 
 
 class Backend(Protocol):
@@ -34,6 +35,25 @@ class Backend(Protocol):
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Build the segment `name`, put it into `parts.glue` in place of the graph, and say what came out."""
+
+
+def graph_of(glue: GraphModule, name: str) -> GraphModule:
+    """The graph of segment `name`, before a backend takes its place."""
+    segment = glue.get_submodule(name)
+    assert isinstance(segment, GraphModule), f"{name} is a {type(segment).__name__}"
+    return segment
+
+
+def segment_info(parts: Segmented, name: str, **found: Any) -> SegmentInfo:
+    """What is known of a segment from its graph and its boundary, with what the backend `found`."""
+    graph = graph_of(parts.glue, name)
+    return SegmentInfo(
+        name=name,
+        nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
+        flops=parts.measured.boundaries[name].flops,
+        ops=op_rows(graph),
+        **found,
+    )
 
 
 def install(glue: GraphModule, name: str, backend: nn.Module, program: AtenProgram) -> None:

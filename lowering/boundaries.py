@@ -93,6 +93,7 @@ class _Recorder(Interpreter):
 
     def __init__(self, glue: GraphModule):
         super().__init__(glue)
+        self.glue = glue
         self.inputs: dict[str, tuple[Tensor, ...]] = {}
         self.names: dict[str, list[str]] = {}
         self.flops: dict[str, int] = {}
@@ -101,7 +102,7 @@ class _Recorder(Interpreter):
 
     def record(self, example: Example, *, count: bool = False) -> _Recorder:
         self._counter = _FlopCounter() if count else None
-        args = positional(bind_inputs(self.module, example.args, example.kwargs))
+        args = positional(bind_inputs(self.glue, example.args, example.kwargs))
         self.result = self.run(*args)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,14 @@ def captured(
     from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
     from fx_passes.quantize.calibrate import calibrate
 
+    progress = sys.stderr.isatty() if settings.progress is None else settings.progress
     stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
     if stage in ("prepared", "prepared_qat", "converted"):
         assert isinstance(model, GraphModule)
         _check_target(model, target, precision)
         if stage == "prepared" and data:
             model = copy.deepcopy(model)
-            calibrate(model, data, progress=settings.progress)
+            calibrate(model, data, progress=progress)
         return model if stage == "converted" else convert_fx(model)
     inputs = example.args or example.kwargs
     fused = fuse_fx(model, inputs)
@@ -49,7 +51,7 @@ def captured(
             "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
             stacklevel=4,
         )
-    calibrate(prepared, data if data else [inputs], progress=settings.progress)
+    calibrate(prepared, data if data else [inputs], progress=progress)
     return convert_fx(prepared)
 
 

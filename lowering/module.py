@@ -45,6 +45,8 @@ class Segment(nn.Module):
         buffers: the current values of the buffers that the program updates, by qualified name.
     """
 
+    backend: Any  # a TrtEngine or an OnnxSession; both write their part of an artifact
+
     def __init__(self, name: str, backend: nn.Module, writebacks: list[WriteBack], buffers: dict[str, Tensor]):
         super().__init__()
         self.name = name

@@ -14,6 +14,7 @@ from fx_passes.node_meta import source_line
 from fx_passes.ops import Role, op_of
 from fx_passes.partition import partition
 from lowering.aten import AtenProgram, to_aten
+from lowering.backend import graph_of
 from lowering.boundaries import Measured, measure
 from lowering.inputs import ShapeRange
 
@@ -82,7 +83,7 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
         refused: dict[str, str] = {}
         for name, boundary in measured.boundaries.items():
             try:
-                programs[name] = to_aten(glue.get_submodule(name), boundary.inputs, boundary.example)
+                programs[name] = to_aten(graph_of(glue, name), boundary.inputs, boundary.example)
             except ExportError as error:
                 if error.node is None:
                     raise

@@ -24,7 +24,8 @@ def float_twin(program: AtenProgram) -> AtenProgram:
     Returns:
         A new program with the same inputs and outputs; `program` is not changed.
     """
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     result = graph.graph_copy(program.graph, copies)
     graph.output(result).meta.update(program.graph.output_node().meta)
     state = {copies[node]: program.constants[node.name] for node in copies if node.name in program.constants}

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_passes.errors import ExportError
-from lowering.backend import install
+from lowering.backend import install, segment_info
 from lowering.module import SegmentInfo
 from lowering.settings import FLOAT_TYPES, Settings
-from lowering.summary import op_rows, precision_text
+from lowering.summary import precision_text
 from lowering.timing import measure_interleaved
 from lowering.twin import float_twin
 
@@ -44,7 +44,7 @@ class OnnxBackend:
         self._exported: dict[int, tuple[AtenProgram, onnx.ModelProto]] = {}
 
     def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
-        """The node that torch's exporter refuses, with its words; the model is kept for `lower` if it refuses none."""
+        """The node that torch's exporter refuses, with its words; `lower` takes the model if it refuses none."""
         try:
             self._exported[id(program)] = (program, self._export(program))
         except ExportError as error:
@@ -55,9 +55,8 @@ class OnnxBackend:
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Open a session on one segment; with "auto" on its float form too, and keep the faster."""
-        graph = parts.glue.get_submodule(name)
         example = parts.measured.boundaries[name].example
-        _, model = self._exported.pop(id(program), None) or (program, self._export(program))
+        _, model = self._exported.pop(id(program))
         session = self._session(model, program, example)
         precision = "int8" if self.precision == "auto" else self.precision
         if self.precision == "auto" and not program.buffer_inputs:
@@ -65,13 +64,11 @@ class OnnxBackend:
             times = measure_interleaved({"int8": lambda: session(*example), "float": lambda: other(*example)}, rounds=5)
             if times["float"].median < times["int8"].median:
                 session, precision = other, str(self.settings.float_type)
-        info = SegmentInfo(
-            name=name,
+        info = segment_info(
+            parts,
+            name,
             backend=session.description,
             precision=precision_text(precision, self.settings),
-            nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
-            flops=parts.measured.boundaries[name].flops,
-            ops=op_rows(graph),
             engines=[{"ops": dict(session.optimized_ops())}],
         )
         install(parts.glue, name, session, program)

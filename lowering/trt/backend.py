@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from fx_passes.errors import UnsupportedOpError
-from lowering.backend import install
+from lowering.backend import install, segment_info
 from lowering.module import SegmentInfo
 from lowering.settings import FLOAT_TYPES, Settings
-from lowering.summary import op_rows, precision_text
+from lowering.summary import precision_text
 from lowering.twin import float_twin
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TensorRTBackend:
         self.target = "tensorrt-rtx" if self.flavour == "rtx" else "tensorrt"
         self.description = f"{self.target} {bindings.version()}"
         self.capabilities = resolve_capabilities(compute_capabilities)
-        self._defined: dict[int, tuple[AtenProgram, Network]] = {}
+        self._defined: dict[int, tuple[AtenProgram, Network | None]] = {}
 
     def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
         """The nodes that no converter takes. The network is defined for real; `lower` builds it if none is refused."""
@@ -68,7 +68,6 @@ class TensorRTBackend:
         """Build one segment's engine; with "auto" the all-float one too, to keep the one that moves fewer bytes."""
         from lowering.trt.engine import TrtEngine
 
-        graph = parts.glue.get_submodule(name)
         engine, reference = self._build(program, name)
         quantized = self.precision in ("int8", "auto")
         twin = compare = None
@@ -79,13 +78,11 @@ class TensorRTBackend:
                 engine, reference, quantized = float_engine, float_reference, False
         elif quantized:
             compare = partial(self._compare, program, name)
-        info = SegmentInfo(
-            name=name,
+        info = segment_info(
+            parts,
+            name,
             backend=self.description,
             precision=precision_text("int8" if quantized else str(self.settings.float_type), self.settings),
-            nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
-            flops=parts.measured.boundaries[name].flops,
-            ops=op_rows(graph),
             engines=[engine.report.as_dict()],
             float_twin=twin,
             compare=compare,
@@ -104,7 +101,8 @@ class TensorRTBackend:
         from lowering.trt.build import build_engine
         from lowering.trt.reference import read_network
 
-        _, network = self._defined.pop(id(program), None) or (program, self._define(program, name))
+        _, network = self._defined.pop(id(program), (program, None))
+        network = network or self._define(program, name)
         engine = build_engine(network, compute_capabilities=self.capabilities, settings=self.settings)
         return engine, read_network(network.definition)
 
