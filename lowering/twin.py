@@ -42,8 +42,8 @@ def float_twin(program: AtenProgram) -> AtenProgram:
         del state[node]
         graph.erase_node(node)
     gm = GraphModule(program.exported.graph_module, graph)
-    placed = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
-    named = {placed[node.name]: entry for node, entry in state.items()}
+    entries = {node.name: entry for node, entry in state.items()}
+    named = {node: entries[node.name] for node in gm.graph.find_nodes(op="placeholder") if node.name in entries}
     return AtenProgram(
         rebuild(gm, named, program.exported),
         list(program.inputs),
@@ -63,6 +63,7 @@ def _dequantized(graph: Graph, node: Node, source: Node, state: dict[Node, tuple
     """A constant that holds what dequantizing `source` gives: by `node`, with constant scales and zero points."""
     with graph.inserting_after(source):
         new = graph.placeholder(f"{source.name}_float")
+    new.target = new.name  # the name of the argument: another reader may have one of the same weight already
     new.meta = {**source.meta, "val": node.meta["val"]}
     args = [state[a][1].detach() if isinstance(a, Node) else a for a in node.args]
     fqn = state[source][0]
