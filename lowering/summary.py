@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule
 
 from fx_passes.node_meta import source_line
+from fx_passes.ops import is_size
 from lowering.module import LoweredModule, OpRow, SegmentInfo
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def op_rows(segment: GraphModule) -> list[OpRow]:
     rows = []
     for node in segment.graph.nodes:
         annotation = node.meta.get("quantization")
-        if annotation is not None:
+        if annotation is not None and node.op != "get_attr" and not is_size(node):
             name = node.meta.get("module_path") or node.name
             rows.append(OpRow(str(name), annotation.op, annotation.quantized, annotation.reason, source_line(node)))
     return rows
