@@ -1,13 +1,13 @@
-"""The models of public bug reports, lowered by every backend: fp32 equals eager, int8 stays close, nothing else falls back."""
+"""The models of public bug reports, lowered by every backend: fp32 equals eager, int8 is close, no stray fallback."""
 
 from __future__ import annotations
 
 import pytest
+import reported_cases
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import reported_cases
 from fx_passes import wrap
 from fx_passes.errors import CalibrationError
 from lowering import lower_to_onnx, lower_to_trt
