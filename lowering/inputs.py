@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fx_passes.errors import CalibrationError, InputError
+from lowering.images import declared_input
 
 __all__ = ["CalibrationData", "Example", "ShapeRange", "example_for", "shape_range"]
 
@@ -146,8 +147,8 @@ def example_for(model: nn.Module, example_inputs: Any, calibration: CalibrationD
         example = Example.of(calibration.first())
     elif (recorded := getattr(model, "meta", {}).get("example_inputs")) is not None:
         example = Example.of(recorded)
-    elif (size := declared_input_size(model)) is not None:
-        example = Example((torch.randn(1, *size, generator=torch.Generator().manual_seed(0)),))
+    elif (declared := declared_input(model)) is not None:
+        example = Example((declared.example(),))
     else:
         raise InputError(
             f"no example inputs for {type(model).__name__}",
@@ -155,17 +156,6 @@ def example_for(model: nn.Module, example_inputs: Any, calibration: CalibrationD
         )
     example.bind(model.forward)
     return example
-
-
-def declared_input_size(model: nn.Module) -> tuple[int, int, int] | None:
-    """(channels, height, width) that a timm model declares, or torchvision's 224 for its classifiers; else None."""
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    if isinstance(config, dict) and "input_size" in config:
-        return tuple(config["input_size"])
-    if type(model).__module__.startswith("torchvision.models."):
-        side = {"Inception3": 299}.get(type(model).__name__, 224)
-        return 3, getattr(model, "image_size", side), getattr(model, "image_size", side)
-    return None
 
 
 def shape_range(
