@@ -44,7 +44,6 @@ class Measured:
 
     boundaries: dict[str, Boundary]
     flops: int
-    fallback_flops: dict[str, int]
 
     @property
     def flops_share(self) -> float:
@@ -75,8 +74,7 @@ def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
             for i, t in enumerate(tensors)
         ]
         boundaries[name] = Boundary(specs, export.inputs[name], opt.flops.get(name, 0))
-    fallback = {node: flops for node, flops in opt.flops.items() if node not in boundaries and flops}
-    return Measured(boundaries, sum(opt.flops.values()), fallback)
+    return Measured(boundaries, sum(opt.flops.values()))
 
 
 def _spec(segment: str, index: int, opt: Tensor, low: Tensor, high: Tensor, name: str) -> TensorSpec:

@@ -10,6 +10,7 @@ import typing
 import pytest
 import torch
 import torch.nn.functional as F
+from equality import same
 from reported_cases import CASES, decode_boxes
 from torch import nn
 from torch.fx import GraphModule
@@ -24,25 +25,6 @@ wrap(decode_boxes)
 
 def image(n=2, c=3, h=4, w=4, seed=0):
     return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
-
-
-def same(actual, expected, where="output"):
-    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
-    if isinstance(expected, torch.Tensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
-        assert torch.equal(actual, expected), f"{where}: differ by {(actual - expected).abs().max()}"
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key in expected:
-            same(actual[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            same(a, e, f"{where}[{i}]")
-    elif dataclasses.is_dataclass(expected):
-        same(vars(actual), vars(expected), where)
-    else:
-        assert actual == expected, where
 
 
 def clones(value):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_models import Asserts
+from equality import same
 from torch import nn
 from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
 
@@ -25,26 +26,6 @@ torch.set_num_threads(1)
 
 def image(n=2, c=3, h=4, w=5, seed=0):
     return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
-
-
-def same(actual, expected, where="output"):
-    """Equal structure, types and bits; says where not."""
-    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
-    if isinstance(expected, torch.Tensor):
-        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
-        assert torch.equal(actual, expected), f"{where}: differ by {(actual - expected).abs().max()}"
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key in expected:
-            same(actual[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            same(a, e, f"{where}[{i}]")
-    elif dataclasses.is_dataclass(expected):
-        same(vars(actual), vars(expected), where)
-    else:
-        assert actual == expected, where
 
 
 def targets(gm):

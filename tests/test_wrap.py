@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_models import keep_positive
+from equality import same
 from torch import nn
 
 from fx_passes import trace, wrap
@@ -28,24 +29,6 @@ WRAPPED = "wrapped by the user"
 
 def image(n=2, c=3, h=4, w=5, seed=0):
     return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
-
-
-def same(actual, expected, where="output"):
-    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
-    if isinstance(expected, torch.Tensor):
-        assert actual.shape == expected.shape and torch.equal(actual, expected), where
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), where
-        for key in expected:
-            same(actual[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            same(a, e, f"{where}[{i}]")
-    elif dataclasses.is_dataclass(expected):
-        same(vars(actual), vars(expected), where)
-    else:
-        assert actual == expected, where
 
 
 def python_calls(gm):
