@@ -31,6 +31,8 @@ class Annotation:
         share_scale_with: name of the node whose scale its value takes (ops that only move or pick values).
         weight_method: how the weight's range is found, "minmax" or "mse".
         correct_bias: let the bias take back what rounding the weight does to the layer's mean output.
+        smooth: strength with which differences between the channels of its input move into its weight, None for none.
+        learn_rounding: its weight is rounded as calibration batches teach, not to the nearest.
         observer: name of the observer that its value gets, where the configuration asks for one.
     """
 
@@ -42,6 +44,8 @@ class Annotation:
     share_scale_with: str | None = None
     weight_method: str = "minmax"
     correct_bias: bool = True
+    smooth: float | None = None
+    learn_rounding: bool = False
     observer: str | None = None
 
     @property

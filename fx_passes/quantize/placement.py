@@ -82,6 +82,8 @@ class Site:
             reason,
             weight_method=self.config.weight_observer,
             correct_bias=self.config.bias_correction,
+            smooth=self.config.smooth,
+            learn_rounding=self.config.rounding == "learned",
             observer=self.config.observer,
             **more,
         )

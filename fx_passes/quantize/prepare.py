@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def prepare_calibration_fx(
     example_inputs: Any = None,
     *,
     target: str = "tensorrt-rtx",
-    qconfig: QConfig | Mapping[Any, Any] | None = None,
+    qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
 ) -> GraphModule:
     """A module with an observer at every value that the target wants in int8; run calibration data through it.
 
@@ -47,7 +48,7 @@ def prepare_calibration_fx(
         example_inputs: what a later lowering takes as its example: a tensor, a tuple of arguments or a dict of keyword
             arguments. None: the first inputs that the module is called with.
         target: "tensorrt", "tensorrt-rtx" or "onnxruntime".
-        qconfig: what to do otherwise, and where (see `QConfig`).
+        qconfig: what to do otherwise, and where (see `QConfig`), or the file that says so.
 
     Returns:
         A GraphModule that computes what the float model does. Its observers are under `observers.<node name>`.
@@ -65,7 +66,7 @@ def prepare_calibration_fx(
         ['_1', 'input_1']
     """
     scheme = target_scheme(target)
-    gm = annotate(fused_float(model, example_inputs), target, qconfig)
+    gm = annotate(fused_float(model, example_inputs), target, QConfig.of(qconfig))
     axes = channel_axes(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:

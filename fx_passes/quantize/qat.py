@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def prepare_qat_fx(
     example_inputs: Any = None,
     *,
     target: str = "tensorrt-rtx",
-    qconfig: QConfig | Mapping[Any, Any] | None = None,
+    qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
     learned_step: bool = False,
 ) -> GraphModule:
     """A trainable copy of a model that computes, rounded, what its int8 conversion will compute.
@@ -57,7 +58,7 @@ def prepare_qat_fx(
         model: a float module (its parameters are copied), or a graph of one that was traced in eval mode.
         example_inputs: what a later lowering takes as its example, see `prepare_calibration_fx`.
         target: "tensorrt", "tensorrt-rtx" or "onnxruntime".
-        qconfig: what to do otherwise, and where (see `QConfig`).
+        qconfig: what to do otherwise, and where (see `QConfig`), or the file that says so.
         learned_step: the scales are parameters, too (LSQ, Esser et al., ICLR 2020).
 
     Returns:
@@ -81,7 +82,7 @@ def prepare_qat_fx(
     gm, training = _trainable_graph(model)
     from fx_passes.fuse import fuse_fx
 
-    deployed = annotate(fuse_fx(gm), target, qconfig)
+    deployed = annotate(fuse_fx(gm), target, QConfig.of(qconfig))
     values = quantized_values(deployed.graph)
     plan = _Plan(gm, deployed)
     fakes = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,6 +31,12 @@ class LayerConfig:
         weight_observer: "minmax" or "mse".
         bias_correction: let the bias take back what rounding the weight does to the layer's mean output, as seen in
             calibration. Not in quantization-aware training, which learns to.
+        equalize: even out the channels' ranges between this layer and its neighbours that ask for it too (see
+            `fx_passes.quantize.equalize`).
+        smooth: of a linear layer, how much of the difference between its input's channels moves into the weight, 0 to
+            1 (see `fx_passes.quantize.smooth`); None for nothing.
+        rounding: of the weight: "nearest", or "learned" from calibration batches (see
+            `fx_passes.quantize.learned_rounding`), which `convert_fx` then needs.
         origin: the key that decided, for messages.
     """
 
@@ -38,6 +45,9 @@ class LayerConfig:
     weight: Granularity | None = None
     weight_observer: str = "minmax"
     bias_correction: bool = True
+    equalize: bool = False
+    smooth: float | None = None
+    rounding: str = "nearest"
     origin: str = ""
 
 
@@ -47,17 +57,22 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "weight": (None, "per_channel", "per_tensor"),
     "weight_observer": ("minmax", "mse"),
     "bias_correction": (True, False),
+    "equalize": (True, False),
+    "rounding": ("nearest", "learned"),
 }
+TYPE_PREFIX = "type:"
+_ATTRIBUTE = "qconfig"
 
 
 class QConfig(Mapping[Any, "dict[str, Any] | None"]):
     """Quantization options by place, the more exact place winning: global, module type, name pattern, name, attribute.
 
     Args:
-        entries: keys are `""` for the whole model, a module class, or the name of a module or graph node, possibly
-            with `*`, `?` and `[...]`. A name stands for everything in that module. Values are dicts of the fields of
-            `LayerConfig`, or None to keep the place in float. Options that an entry does not mention come from the
-            next wider place. Functions have the configuration of the module whose forward calls them.
+        entries: keys are `""` for the whole model, a module class (or its name, "type:Linear" or
+            "type:torch.nn.Linear"), or the name of a module or graph node, possibly with `*`, `?` and `[...]`. A name
+            stands for everything in that module. Values are dicts of the fields of `LayerConfig`, or None to keep the
+            place in float. Options that an entry does not mention come from the next wider place. Functions have the
+            configuration of the module whose forward calls them.
             An attribute `qconfig` on a module, a dict or None, wins over all entries.
 
     Raises:
@@ -73,8 +88,48 @@ class QConfig(Mapping[Any, "dict[str, Any] | None"]):
         self._entries = {key: _checked(key, value) for key, value in dict(entries or {}).items()}
 
     @classmethod
-    def of(cls, config: Mapping[Any, Any] | None) -> QConfig:
+    def of(cls, config: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None) -> QConfig:
+        """From a mapping, a configuration, the path of a file, or None."""
+        if isinstance(config, (str, os.PathLike)):
+            return cls.from_file(config)
         return config if isinstance(config, QConfig) else cls(config)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> QConfig:
+        """Read a `.toml` or `.json` file: one table for each key, the keys as in Python.
+
+        Raises:
+            InputError: no such file, another type of file, or contents that are no configuration.
+        """
+        from fx_passes.quantize.qconfig_file import read_entries
+
+        return cls(read_entries(path))
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write a `.toml` or `.json` file that `from_file` reads.
+
+        Raises:
+            InputError: another type of file.
+            ArtifactError: the file cannot be written.
+        """
+        from fx_passes.quantize.qconfig_file import write_entries
+
+        write_entries(path, self.as_dict())
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain data: classes by their names, None as `{"dtype": "float"}`."""
+        return {
+            _type_name(key) if isinstance(key, type) else key: {"dtype": "float"} if entry is None else dict(entry)
+            for key, entry in self._entries.items()
+        }
+
+    def merged(self, entries: Mapping[Any, Any]) -> QConfig:
+        """A configuration with `entries` too; where a key is in both, its options are united and those given win."""
+        result: dict[Any, Any] = dict(self._entries)
+        for key, entry in entries.items():
+            before = result.get(key)
+            result[key] = {**before, **entry} if before is not None and entry is not None else entry
+        return QConfig(result)
 
     def __getitem__(self, key: Any) -> dict[str, Any] | None:
         return self._entries[key]
@@ -112,10 +167,10 @@ class QConfig(Mapping[Any, "dict[str, Any] | None"]):
         modules = _modules_on(path, gm, root)
         for module in modules:
             for key, entry in self._entries.items():
-                if isinstance(key, type) and type(module) is key:
+                if _is_type(key, module):
                     yield key, entry
         names = [*_prefixes(path), node.name]
-        patterns = [k for k in self._entries if isinstance(k, str) and any(c in k for c in "*?[")]
+        patterns = [k for k in self._entries if _is_name(k) and any(c in k for c in "*?[")]
         for key in patterns:
             if any(fnmatch.fnmatchcase(name, key) for name in names):
                 yield key, self._entries[key]
@@ -123,8 +178,8 @@ class QConfig(Mapping[Any, "dict[str, Any] | None"]):
             if name in self._entries and name not in patterns:
                 yield name, self._entries[name]
         for module in modules:
-            if "qconfig" in vars(module):
-                yield "the attribute 'qconfig'", _checked("qconfig", vars(module)["qconfig"])
+            if _ATTRIBUTE in vars(module):
+                yield f"the attribute '{_ATTRIBUTE}'", _checked(_ATTRIBUTE, vars(module)[_ATTRIBUTE])
 
 
 def _checked(key: Any, value: Any) -> dict[str, Any] | None:
@@ -147,7 +202,9 @@ def _checked(key: Any, value: Any) -> dict[str, Any] | None:
             raise InputError(f"unknown quantization option {option!r} for {key!r}", hint=hint)
         if option == "observer":
             _check_observer(key, setting)
-        elif setting not in _VALUES[option]:
+        elif option == "smooth":
+            _check_strength(key, setting)
+        elif not isinstance(setting, (str, bool, type(None))) or setting not in _VALUES[option]:
             allowed = ", ".join(map(repr, _VALUES[option]))
             raise InputError(f"{option}={setting!r} for {key!r}", hint=f"use one of {allowed}")
     return dict(value)
@@ -165,6 +222,12 @@ def _check_observer(key: Any, wish: Any) -> None:
         )
 
 
+def _check_strength(key: Any, wish: Any) -> None:
+    number = isinstance(wish, (int, float)) and not isinstance(wish, bool)
+    if wish is not None and not (number and 0.0 <= wish <= 1.0):
+        raise InputError(f"smooth={wish!r} for {key!r}", hint="use a number from 0 to 1, such as 0.5, or None")
+
+
 def _is_number(text: str) -> bool:
     try:
         return 50.0 < float(text) <= 100.0
@@ -176,6 +239,25 @@ def _merged(config: LayerConfig, key: Any, entry: dict[str, Any] | None) -> Laye
     origin = key.__name__ if isinstance(key, type) else (repr(key) if key else "for the whole model")
     changes = {"dtype": "float"} if entry is None else {"dtype": None, **entry} if config.dtype == "float" else entry
     return replace(config, origin=origin, **changes)
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith(TYPE_PREFIX)
+
+
+def _is_type(key: Any, module: nn.Module) -> bool:
+    """Whether `key` is the class of `module`, or its name."""
+    cls = type(module)
+    if isinstance(key, type):
+        return cls is key
+    if _is_name(key):
+        return False
+    return key in (_type_name(cls), f"{TYPE_PREFIX}{cls.__name__}", f"{TYPE_PREFIX}{cls.__module__}.{cls.__qualname__}")
+
+
+def _type_name(cls: type) -> str:
+    home = "torch.nn" if getattr(nn, cls.__name__, None) is cls else cls.__module__
+    return f"{TYPE_PREFIX}{home}.{cls.__qualname__}"
 
 
 def _prefixes(path: str) -> list[str]:
@@ -197,8 +279,9 @@ def _modules_on(path: str, gm: nn.Module, root: nn.Module) -> list[nn.Module]:
 
 
 def _no_match(key: Any, gm: GraphModule) -> InputError:
-    if isinstance(key, type):
-        return InputError(f"the model has no {key.__name__}, which the quantization configuration names")
+    if not _is_name(key):
+        called = key.__name__ if isinstance(key, type) else key.removeprefix(TYPE_PREFIX)
+        return InputError(f"the model has no {called}, which the quantization configuration names")
     names = {node.name for node in gm.graph.nodes}
     for node in gm.graph.nodes:
         names.update(_prefixes(str(node.target) if node.op == "call_module" else node.meta.get("module_path", "")))
