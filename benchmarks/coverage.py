@@ -1,124 +1,102 @@
 """How far each of a list of models gets: captured, quantized, lowered, and equal to eager when executed.
 
-    python -m benchmarks.coverage                             every torchvision classifier
-    python -m benchmarks.coverage timm:resnet18 my.py:make    these
+    python -m benchmarks.coverage                                every torchvision classifier, a model of every timm family
+    python -m benchmarks.coverage timm:resnet18 my.py:make       these
+    python -m benchmarks.coverage --again                        those that have no "yes" in every column yet
+    python -m benchmarks.coverage --table docs/coverage.md       no run; the table of what has been run
 
-One model at a time, random weights, batch 1. A cell is "yes" or the first line of the error; a model whose result
-differs from eager, or of which less than 99% of the FLOPs were lowered, is no "yes".
+Every model runs in a process of its own, with a limit on memory and on time, so that a crash is a row of the table. Rows
+are appended to `build/benchmarks/coverage.jsonl` as they come; a model that is there is not run a second time. See
+`benchmarks.coverage_case` for what a cell says.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import warnings
-from collections.abc import Callable
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import track
-from torch import Tensor, nn
 
-from benchmarks.models import settle_batch_norm
-from benchmarks.results import publish
-from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
-from fx_passes.errors import LoweringError
-from lowering import lower_to_onnx, lower_to_trt
-from lowering.images import InputSpec
-from lowering.loading import load_model
+from benchmarks.coverage_case import COLUMNS
+from benchmarks.coverage_table import document, is_complete
+from benchmarks.results import FOLDER, machine
+from benchmarks.zoo import timm_models, torchvision_classifiers
 
-TOLERANCE = 1e-4  # of fp32 against eager, relative to the largest value
+ROWS = FOLDER / "coverage.jsonl"
 
 
 def main() -> None:
-    """Try every model, print, write `build/benchmarks/coverage.{json,csv}`."""
+    """Run what has not run yet; print one line per model and how many are complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="as for fxtrt; default: all torchvision classifiers")
+    parser.add_argument("models", nargs="*", help="as for fxtrt; default: the whole list of benchmarks.zoo")
+    parser.add_argument("--again", action="store_true", help="run the models with a gap again")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only write the table of the rows there are")
+    parser.add_argument("--memory", type=float, default=12, metavar="GB", help="limit of each model's process")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="limit of each model's process")
     arguments = parser.parse_args()
-    specs = arguments.models or torchvision_classifiers()
-    rows = []
-    for spec in track(specs, description="models"):
-        rows.append(attempt(spec))
-        gc.collect()
-    complete = sum(all(value == "yes" for key, value in row.items() if key != "model") for row in rows)
-    publish("coverage", rows, title=f"Coverage: {complete} of {len(rows)} models in every column")
+    listed = [*torchvision_classifiers(), *timm_models()]
+    if arguments.table:
+        arguments.table.write_text(document(recorded(), listed, machine()), encoding="utf-8")
+        return
+    sizes = dict(listed)
+    done = recorded()
+    wanted = arguments.models or [
+        spec for spec, _ in listed if spec not in done or (arguments.again and not is_complete(done[spec]))
+    ]
+    for spec in track(wanted, description="models"):
+        row = run(spec, sizes.get(spec), arguments.memory, arguments.timeout)
+        record(row)
+        print(spec, "complete" if is_complete(row) else gaps(row), f"{row['seconds']} s", flush=True)
+    rows = recorded()
+    print(f"{sum(map(is_complete, rows.values()))} of {len(rows)} models have a yes in every column")
 
 
-def torchvision_classifiers() -> list[str]:
-    """`torchvision:NAME` of everything that maps an image to classes."""
-    import torchvision
-
-    return [f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models)]
-
-
-def attempt(spec: str) -> dict[str, Any]:
-    """One row of the table."""
-    row: dict[str, Any] = {"model": spec}
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model, declared = load_model(spec)
-        declared = declared or InputSpec()
-        settle_batch_norm(model, [declared.example(2, seed=seed) for seed in (1, 2)])
-        for name, step in steps(model, declared.example()).items():
-            row[name] = verdict(step)
-    return row
+def recorded() -> dict[str, dict[str, Any]]:
+    """Model -> its latest row."""
+    if not ROWS.is_file():
+        return {}
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    return {row["model"]: row for row in rows}
 
 
-def steps(model: nn.Module, example: Tensor) -> dict[str, Callable[[], str]]:
-    """Column name to what fills the cell."""
-    with torch.no_grad():
-        expected = model(example)
-
-    def fuse() -> str:
-        return equal(expected, fuse_fx(model)(example))
-
-    def convert() -> str:
-        prepared = prepare_calibration_fx(model, example, target="onnxruntime")
-        prepared(example)
-        return "yes" if torch.isfinite(convert_fx(prepared)(example)).all() else "not finite"
-
-    def onnx(precision: str) -> str:
-        lowered = lower_to_onnx(model, example, precision=precision, calibration=[example])
-        return lowered_enough(lowered) or (equal(expected, lowered(example)) if precision == "fp32" else "yes")
-
-    def trt(precision: str) -> str:
-        lowered = lower_to_trt(model, example, precision=precision, calibration=[example])
-        return lowered_enough(lowered) or (equal(expected, lowered.simulate(example)) if precision == "fp32" else "yes")
-
-    return {
-        "fused": fuse,
-        "converted": convert,
-        "ONNX fp32": lambda: onnx("fp32"),
-        "ONNX int8": lambda: onnx("int8"),
-        "TensorRT fp32": lambda: trt("fp32"),
-        "TensorRT int8": lambda: trt("int8"),
-    }
+def record(row: dict[str, Any]) -> None:
+    """Append a row to the file."""
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
+    with ROWS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
-def verdict(step: Callable[[], str]) -> str:
-    """The cell. An error of this project's own is a refusal, any other a bug; both are shown and the run goes on."""
-    with torch.no_grad():
-        try:
-            return step()
-        except LoweringError as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        except Exception as error:
-            return f"CRASH {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def run(spec: str, size: int | None, memory: float, timeout: float) -> dict[str, Any]:
+    """One model in its own process; if that dies, a row that says how."""
+    command = [sys.executable, "-m", "benchmarks.coverage_case", spec, *([] if size is None else [str(size)])]
+
+    def limited() -> None:
+        limit = int(memory * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, preexec_fn=limited, check=False)
+    except subprocess.TimeoutExpired:
+        return _died(spec, size, f"not finished after {timeout:.0f} s", timeout)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    last = ([line for line in done.stderr.strip().splitlines() if line.strip()] or [f"exit {done.returncode}"])[-1]
+    return _died(spec, size, f"process ended: {last[:300]}", 0)
 
 
-def equal(expected: Tensor, found: Tensor) -> str:
-    """ "yes", or how far apart they are."""
-    difference = float((expected - found).abs().max() / expected.abs().max())
-    return "yes" if difference <= TOLERANCE else f"differs by {difference:.1e}"
+def _died(spec: str, size: int | None, why: str, seconds: float) -> dict[str, Any]:
+    return {"model": spec, "size": size, "parameters": None, **dict.fromkeys(COLUMNS, why), "seconds": seconds}
 
 
-def lowered_enough(lowered: Any) -> str:
-    """Empty, or what was not lowered."""
-    report = lowered.report()
-    if report["flops_share"] < 0.99 or report["fallbacks"]:
-        return f"{report['flops_share']:.0%} of FLOPs, {len(report['fallbacks'])} fallback(s)"
-    return ""
+def gaps(row: dict[str, Any]) -> str:
+    """The cells that are no "yes"."""
+    return "; ".join(f"{name}: {row[name]}" for name in COLUMNS if row.get(name) != "yes")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""The coverage rows as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from benchmarks.coverage_case import COLUMNS
+from benchmarks.zoo import TIMM
+
+__all__ = ["document", "is_complete"]
+
+Row = Mapping[str, Any]
+
+
+def is_complete(row: Row) -> bool:
+    """Whether every cell is a "yes"."""
+    return all(row.get(name) == "yes" for name in COLUMNS)
+
+
+def document(rows: Mapping[str, Row], listed: Sequence[tuple[str, int | None]], machine: Mapping[str, Any]) -> str:
+    """The page in Markdown.
+
+    Args:
+        rows: model -> row of `benchmarks.coverage_case`.
+        listed: the models that the page is about, in order.
+        machine: what they were run with.
+    """
+    found = [rows[spec] for spec, _ in listed if spec in rows]
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if _is_version(version))
+    lines = [
+        "# Coverage",
+        "",
+        f"Written by `scripts/coverage` on {date.today().isoformat()} with {versions}.",
+        "",
+        "Random weights, with BatchNorm statistics settled on noise and with noise on every parameter that starts as a",
+        "constant (a residual branch that ends in a zero hides what is wrong in it). One input of the size given, batch 1.",
+        "No GPU took part: networks are executed by the reference executor.",
+        "",
+        *(f"- **{name}**: {meaning}." for name, meaning in COLUMNS.items()),
+        "",
+        *_summary(found, len(listed)),
+        "",
+        *_misses(found),
+        *_table("torchvision classifiers", [row for row in found if row["model"].startswith("torchvision:")]),
+        *_table("timm, one small model of every family", [row for row in found if row["model"].startswith("timm:")]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, str) and value[:1].isdigit()
+
+
+def _summary(rows: Sequence[Row], listed: int) -> list[str]:
+    head = ["| | models | " + " | ".join(COLUMNS) + " | all |", "| --- " * (len(COLUMNS) + 3) + "|"]
+    for origin in ("torchvision", "timm"):
+        mine = [row for row in rows if row["model"].startswith(f"{origin}:")]
+        counts = [sum(row.get(name) == "yes" for row in mine) for name in COLUMNS]
+        cells = " | ".join(map(str, (len(mine), *counts, sum(map(is_complete, mine)))))
+        head.append(f"| {origin} | {cells} |")
+    missing = [] if len(rows) == listed else ["", f"{listed - len(rows)} models of the list have not been run."]
+    return head + missing
+
+
+def _misses(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        causes: dict[str, list[str]] = {}
+        for name in COLUMNS:
+            if row.get(name) != "yes":
+                causes.setdefault(str(row.get(name)), []).append(name)
+        lines += [f"- `{row['model']}`, {', '.join(names)}: {cause}" for cause, names in causes.items()]
+    return ["## Misses", "", *lines, ""] if lines else []
+
+
+def _table(title: str, rows: Sequence[Row]) -> list[str]:
+    family = {f"timm:{name}": key for key, (name, _) in TIMM.items()}
+    lines = [f"## {title}", "", "| model | pixels | " + " | ".join(COLUMNS) + " |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    for row in rows:
+        spec = row["model"]
+        name = spec.split(":")[1] + (f" ({family[spec]})" if spec in family and family[spec] not in spec else "")
+        cells = ["yes" if row.get(column) == "yes" else "**no**" for column in COLUMNS]
+        lines.append(f"| {name} | {row['size']} | {' | '.join(cells)} |")
+    return [*lines, ""]
