@@ -1,12 +1,12 @@
 """How far each of a list of models gets: captured, quantized, lowered, and equal to eager when executed.
 
-    python -m benchmarks.coverage                                every torchvision classifier, a model of every timm family
-    python -m benchmarks.coverage timm:resnet18 my.py:make       these
-    python -m benchmarks.coverage --again                        those that have no "yes" in every column yet
-    python -m benchmarks.coverage --table docs/coverage.md       no run; the table of what has been run
+    python -m benchmarks.coverage                             every torchvision classifier and timm family
+    python -m benchmarks.coverage timm:resnet18 my.py:make    these
+    python -m benchmarks.coverage --again                     those that have no "yes" in every column yet
+    python -m benchmarks.coverage --table docs/coverage.md    no run; the table of what has been run
 
-Every model runs in a process of its own, with a limit on memory and on time, so that a crash is a row of the table. Rows
-are appended to `build/benchmarks/coverage.jsonl` as they come; a model that is there is not run a second time. See
+Every model runs in a process of its own, with a limit on memory and on time, so that a crash is a row of the table.
+Rows are appended to `build/benchmarks/coverage.jsonl` as they come; a model that is there is not run a second time. See
 `benchmarks.coverage_case` for what a cell says.
 """
 
