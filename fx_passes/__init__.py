@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "trace": "fx_passes.trace",
-    "QuantizationTracer": "fx_passes.trace",
+    "QuantizationTracer": "fx_passes.tracer",
     "wrap": "fx_passes.wrap",
     "GraphModuleWithAttr": "fx_passes.graph_module",
     "QuantStub": "fx_passes.stubs",
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     from fx_passes.quantize.sensitivity import sensitivity
     from fx_passes.shapes import propagate_shapes
     from fx_passes.stubs import DeQuantStub, QuantStub
-    from fx_passes.trace import QuantizationTracer, trace
+    from fx_passes.trace import trace
+    from fx_passes.tracer import QuantizationTracer
     from fx_passes.wrap import wrap
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import traceback
 import types
@@ -13,7 +14,7 @@ from torch.fx.proxy import TraceError
 
 from fx_passes.errors import LoweringError
 
-__all__ = ["failure_reason", "user_frame", "user_line"]
+__all__ = ["failure_reason", "traced_source", "user_frame", "user_line"]
 
 _PACKAGE_DIRS = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -39,6 +40,14 @@ def user_line(stop: types.CodeType) -> str:
     if found is None:
         return "a condition in torch"
     return f"{os.path.basename(found[0])}:{found[1]}: {linecache.getline(*found).strip()}"
+
+
+def traced_source(stack_trace: str | None) -> tuple[str, int] | None:
+    """File and line of the last frame outside torch and this package in the text that torch keeps on a node."""
+    for name, line in reversed(re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")):
+        if os.path.isabs(name) and not name.startswith(_PACKAGE_DIRS):
+            return name, int(line)
+    return None
 
 
 def failure_reason(error: BaseException) -> str:

@@ -20,13 +20,13 @@ from fx_passes.trace import trace
 __all__ = ["fuse_fx"]
 
 
-def fuse_fx(model: nn.Module, example_inputs: Any = None) -> GraphModule:
+def fuse_fx(model: nn.Module, example_inputs: Any = None, *, varying: tuple[Any, Any] | None = None) -> GraphModule:
     """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve weight norm.
 
     Args:
         model: a module, of which an eval copy is traced, or a graph traced in eval mode. It is not changed, and the
             result shares the tensors that folding does not change.
-        example_inputs: as for `trace`, for a module whose forward branches on sizes. They are not run.
+        example_inputs, varying: as for `trace`, for a module whose forward looks at sizes. They are not run.
 
     Returns:
         A `GraphModule` in eval mode. A folded layer keeps its path. `meta["fuse_report"]` is a list of (node name,
@@ -41,7 +41,7 @@ def fuse_fx(model: nn.Module, example_inputs: Any = None) -> GraphModule:
         ['0', '2']
     """
     report: list[tuple[str, str]] = []
-    gm = _functional_eval_graph(model, example_inputs, report)
+    gm = _functional_eval_graph(model, example_inputs, varying, report)
     _remove_inert(gm, report)
     fold_batch_norms(gm, report)
     remove_dead_code(gm)
@@ -52,9 +52,11 @@ def fuse_fx(model: nn.Module, example_inputs: Any = None) -> GraphModule:
     return gm
 
 
-def _functional_eval_graph(model: nn.Module, example_inputs: Any, report: list[tuple[str, str]]) -> GraphModule:
+def _functional_eval_graph(
+    model: nn.Module, example_inputs: Any, varying: tuple[Any, Any] | None, report: list[tuple[str, str]]
+) -> GraphModule:
     if not isinstance(model, GraphModule):
-        gm: GraphModule = trace(eval_copy(model), example_inputs)
+        gm: GraphModule = trace(eval_copy(model), example_inputs, varying=varying)
     else:
         _check_stage(model)
         gm = eval_copy(model)

@@ -24,10 +24,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from fx_passes.proxy import contains_traced
-
 if TYPE_CHECKING:
-    from fx_passes.trace import QuantizationTracer
+    from fx_passes.tracer import QuantizationTracer
 
 __all__ = [
     "ClassStandIn",
@@ -161,7 +159,7 @@ def recording(function: Callable[..., Any], *, always: bool = False, python: boo
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         tracer = current_tracer()
-        if tracer is None or not (always or contains_traced((args, kwargs))):
+        if tracer is None or not (always or tracer.sees((args, kwargs))):
             return function(*args, **kwargs)
         if python:
             return tracer.call_wrapped(function, function, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fx_passes.trace import QuantizationTracer
+    from fx_passes.tracer import QuantizationTracer
 
 __all__ = ["Checkpoint"]
 

@@ -19,7 +19,7 @@ from torch.fx._symbolic_trace import PHBase, _patch_function
 from fx_passes.errors import InputError
 
 if TYPE_CHECKING:
-    from fx_passes.trace import QuantizationTracer
+    from fx_passes.tracer import QuantizationTracer
 
 __all__ = ["ArgumentPlan", "check_fixed", "erase_unused"]
 
@@ -109,10 +109,7 @@ class ArgumentPlan:
 
     def arguments(self, tracer: QuantizationTracer, function: Any, first: list[Any]) -> tuple[Any, list[Any]]:
         """Create the placeholders, in the order of the signature. Returns a callable and its positional arguments."""
-        placeholders = {p.name: self._placeholder(tracer, p) for p in self.parameters}
-        values: dict[str, Any] = {}
-        for p in self.parameters:
-            values[p.name] = self._value(tracer, p, placeholders[p.name])
+        values = self.opened(tracer, self._is_fixed)
         splat = [p for p in self.parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if any(isinstance(values[p.name], Proxy) for p in splat):
             # Not opened: make *args and **kwargs plain variables of the function, as torch.fx does.
@@ -133,12 +130,30 @@ class ArgumentPlan:
                 keywords |= values[p.name]
         return (lambda *args: function(*args, **keywords)), first + positional
 
-    def _placeholder(self, tracer: QuantizationTracer, p: inspect.Parameter) -> Any:
+    def opened(self, tracer: Any, is_fixed: Callable[[Any], bool]) -> dict[str, Any]:
+        """Create the placeholders, in the order of the signature; by name, what stands for each argument.
+
+        Nested arguments of the examples are opened, and what `is_fixed` is checked at each call of the graph.
+        """
+        placeholders = {p.name: self._placeholder(tracer, p) for p in self.parameters}
+        return {p.name: self._value(tracer, p, placeholders[p.name], is_fixed) for p in self.parameters}
+
+    def call(self) -> inspect.BoundArguments:
+        """The example as one call of the forward."""
+        return inspect.BoundArguments(inspect.Signature(self.parameters), dict(self.examples))  # type: ignore[arg-type]
+
+    def leaves(self, values: dict[str, Any]) -> list[Any]:
+        """What `values` holds for the arguments of that call, flat, in the order in which the call passes it."""
+        given = {name: values[name] for name in self.examples}
+        call = inspect.BoundArguments(inspect.Signature(self.parameters), given)  # type: ignore[arg-type]
+        return torch.utils._pytree.tree_leaves((call.args, call.kwargs))
+
+    def _placeholder(self, tracer: Any, p: inspect.Parameter) -> Any:
         stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         default = () if p.default is _MISSING else (p.default,)
         return tracer.create_proxy("placeholder", stars + p.name, default, {})
 
-    def _value(self, tracer: QuantizationTracer, p: inspect.Parameter, placeholder: Any) -> Any:
+    def _value(self, tracer: Any, p: inspect.Parameter, placeholder: Any, is_fixed: Callable[[Any], bool]) -> Any:
         if p.name in self.concrete:
             return _opened(tracer, placeholder, self.concrete[p.name], p.name, lambda v: not isinstance(v, PHBase))
         known = self._known(p)
@@ -148,7 +163,7 @@ class ArgumentPlan:
             known = dict(known) if p.name in self.examples else (_MISSING if not self.examples else {})
         if known is _MISSING:
             return placeholder
-        return _opened(tracer, placeholder, known, p.name, self._is_fixed)
+        return _opened(tracer, placeholder, known, p.name, is_fixed)
 
 
 def _opened(tracer: Any, value: Any, example: Any, name: str, is_fixed: Callable[[Any], bool]) -> Any:

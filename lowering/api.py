@@ -18,6 +18,7 @@ from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_setting
 
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
+DynamicBatch = tuple[int, int, int] | list[tuple[int, int, int]] | None
 RUNTIMES = ("auto", "onnxruntime", "tensorrt")
 
 
@@ -28,7 +29,7 @@ def lower_to_trt(
     precision: str = "int8",
     calibration: Iterable[Any] | None = None,
     compute_capabilities: Iterable[str | float] | str | None = None,
-    dynamic_batch: tuple[int, int, int] | None = None,
+    dynamic_batch: DynamicBatch = None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
     settings: Settings | dict[str, Any] | None = None,
 ) -> LoweredModule:
@@ -43,7 +44,8 @@ def lower_to_trt(
         calibration: batches as `example_inputs` takes them. None with int8: the example alone, with a warning.
         compute_capabilities: "8.9", "sm89", "RTX 4090" or a list: one engine that holds them all. None: one portable
             engine (TensorRT-RTX) or an engine for this machine's GPU (TensorRT).
-        dynamic_batch: (min, opt, max) for dimension 0 of every input that has the example's batch size.
+        dynamic_batch: (min, opt, max) for dimension 0 of every input that has the example's batch size; or a list of
+            them, one for each optimization profile: the engine is optimised for every opt.
         dynamic_shapes: other dynamic dimensions, as `torch.export` takes them.
         settings: a `lowering.Settings` or a dict of its fields.
 
@@ -76,7 +78,7 @@ def lower_to_onnx(
     precision: str = "int8",
     calibration: Iterable[Any] | None = None,
     runtime: str = "auto",
-    dynamic_batch: tuple[int, int, int] | None = None,
+    dynamic_batch: DynamicBatch = None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
     settings: Settings | dict[str, Any] | None = None,
 ) -> LoweredModule:
@@ -117,7 +119,7 @@ def _lower(
     backend: Any,
     precision: str,
     calibration: Iterable[Any] | None,
-    dynamic_batch: tuple[int, int, int] | None,
+    dynamic_batch: DynamicBatch,
     dynamic_shapes: Any,
     settings: Settings,
 ) -> LoweredModule:
@@ -132,7 +134,7 @@ def _lower(
     example = example_for(model, example_inputs, data)
     sizes = shape_range(model, example, dynamic_batch, dynamic_shapes)
     with _collector_paused():
-        graph: GraphModule = captured(model, example, backend.target, precision, data, settings)
+        graph: GraphModule = captured(model, sizes, backend.target, precision, data, settings)
         parts = segmented(graph, sizes, settings, backend.unsupported)
         infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
     lowered = LoweredModule(parts.glue, infos, parts.fallbacks, gather(backend, parts, precision, settings))

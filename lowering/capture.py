@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 from fx_passes.errors import StageError
 
 if TYPE_CHECKING:
-    from lowering.inputs import CalibrationData, Example
+    from lowering.inputs import CalibrationData, ShapeRange
     from lowering.settings import Settings
 
 __all__ = ["captured"]
 
 
 def captured(
-    model: nn.Module, example: Example, target: str, precision: str, data: CalibrationData, settings: Settings
+    model: nn.Module, sizes: ShapeRange, target: str, precision: str, data: CalibrationData, settings: Settings
 ) -> GraphModule:
     """The model as a fused graph; for int8 and "auto" converted for `target`. Stages already passed are skipped.
 
@@ -41,8 +41,9 @@ def captured(
             model = copy.deepcopy(model)
             calibrate(model, data, progress=progress)
         return model if stage == "converted" else convert_fx(model)
-    inputs = example.args or example.kwargs
-    fused = fuse_fx(model, inputs)
+    inputs = sizes.opt.inputs()
+    varying = (sizes.min.inputs(), sizes.max.inputs()) if sizes.dynamic else (inputs, inputs)
+    fused = fuse_fx(model, sizes.export.inputs(), varying=varying)
     if precision not in ("int8", "auto"):
         return fused
     prepared = prepare_calibration_fx(fused, inputs, target=target)

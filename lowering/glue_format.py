@@ -7,6 +7,7 @@ artifact, and Python parts that the caller hands in (`model`, `fallbacks`). Ther
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from functools import cache
@@ -17,17 +18,20 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ArtifactError
+from fx_passes.example_values import check_branch
 from fx_passes.ops import OPS
+from fx_passes.trace_args import check_fixed
 from fx_passes.wrap import is_wrapped
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
 
-# What plumbing between segments may call besides the op table: container access, sizes, integer arithmetic.
+# What plumbing between segments may call besides the op table: container access, sizes, integer arithmetic, checks.
 _PLUMBING: tuple[Callable[..., Any], ...] = (
     *(getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")),
     *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")),
-    *(getattr, len, int, float, max, min, slice),
+    *(getattr, len, int, float, max, min, slice, math.pow, torch.Size),
+    *(torch._assert, check_branch, check_fixed),
 )
 _SELF = "_self"  # the model that wrapped methods belong to: held beside the glue graph, never a child of it
 _GETATTR = "builtins.getattr"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -41,6 +42,10 @@ class Example:
             hint="pass a tensor, a tuple of the model's positional arguments, or a dict of its keyword arguments",
         )
 
+    def inputs(self) -> tuple[Any, ...] | dict[str, Any]:
+        """The arguments as the passes take example inputs."""
+        return self.args or self.kwargs
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Example:
         """The same structure with `function` applied to every tensor."""
         args, kwargs = pytree.tree_map_only(Tensor, function, (self.args, self.kwargs))
@@ -71,13 +76,15 @@ class ShapeRange:
     """One call of the model at the smallest, the usual and the largest sizes, and at those that export traces with.
 
     All four are the same if nothing is dynamic. `torch.export` takes a size of 1 for a constant, so `export` has at
-    least 2 in every dynamic dimension.
+    least 2 in every dynamic dimension. With several optimization profiles, `profiles` has (min, opt, max) of each;
+    `min` and `max` are over all of them, and `opt` is the first one's.
     """
 
     min: Example
     opt: Example
     max: Example
     export: Example
+    profiles: tuple[tuple[Example, Example, Example], ...] = ()
 
     @property
     def dynamic(self) -> bool:
@@ -161,7 +168,7 @@ def example_for(model: nn.Module, example_inputs: Any, calibration: CalibrationD
 def shape_range(
     model: nn.Module,
     example: Example,
-    dynamic_batch: tuple[int, int, int] | None,
+    dynamic_batch: tuple[int, int, int] | Sequence[tuple[int, int, int]] | None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None,
 ) -> ShapeRange:
     """The example at min, opt and max sizes.
@@ -169,7 +176,8 @@ def shape_range(
     Args:
         model: for its signature.
         example: at the usual sizes.
-        dynamic_batch: (min, opt, max) of dimension 0 of every tensor that has the example's batch size.
+        dynamic_batch: (min, opt, max) of dimension 0 of every tensor that has the example's batch size, or a list of
+            them, one for each optimization profile.
         dynamic_shapes: as `torch.export` takes them, with `torch.export.Dim(name, min=, max=)`; opt is the example.
     """
     if dynamic_batch is not None and dynamic_shapes is not None:
@@ -181,22 +189,39 @@ def shape_range(
     return ShapeRange(example, example, example, example)
 
 
-def _batch_range(example: Example, dynamic_batch: tuple[int, int, int]) -> ShapeRange:
-    values = tuple(dynamic_batch) if isinstance(dynamic_batch, (tuple, list)) else ()
-    if len(values) != 3 or not all(isinstance(v, int) for v in values) or not 1 <= values[0] <= values[1] <= values[2]:
-        raise InputError(f"dynamic_batch is {dynamic_batch!r}", hint="pass (min, opt, max) with 1 <= min <= opt <= max")
+def _batch_range(example: Example, dynamic_batch: Any) -> ShapeRange:
+    ranges = _batch_ranges(dynamic_batch)
     batched = [t for t in example.tensors() if t.dim() > 0]
     if not batched:
         raise InputError("dynamic_batch is given, but no input has a dimension to vary", hint="leave it out")
     size = batched[0].shape[0]
 
+    @cache
     def at(batch: int) -> Example:
         return example.map(lambda t: _resized(t, 0, batch) if t.dim() > 0 and t.shape[0] == size else t)
 
-    least, usual, most = values
+    least, usual, most = min(low for low, _, _ in ranges), ranges[0][1], max(high for _, _, high in ranges)
     if least == most:
-        return ShapeRange(*[at(usual)] * 4)
-    return ShapeRange(at(least), at(usual), at(most), at(max(usual, 2)))
+        return ShapeRange(at(usual), at(usual), at(usual), at(usual))
+    profiles = tuple((at(low), at(opt), at(high)) for low, opt, high in ranges) if len(ranges) > 1 else ()
+    return ShapeRange(at(least), at(usual), at(most), at(max(usual, 2)), profiles)
+
+
+def _batch_ranges(dynamic_batch: Any) -> list[tuple[int, int, int]]:
+    given = list(dynamic_batch) if isinstance(dynamic_batch, (tuple, list)) else []
+    several = bool(given) and all(isinstance(item, (tuple, list)) for item in given)
+    ranges = [tuple(item) for item in given] if several else [tuple(given)]
+    for values in ranges:
+        if (
+            len(values) != 3
+            or not all(isinstance(v, int) for v in values)
+            or not 1 <= values[0] <= values[1] <= values[2]
+        ):
+            raise InputError(
+                f"dynamic_batch is {dynamic_batch!r}",
+                hint="pass (min, opt, max) with 1 <= min <= opt <= max, or a list of such, one for each profile",
+            )
+    return ranges
 
 
 def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> ShapeRange:
