@@ -22,14 +22,13 @@ from torch.fx import GraphModule
 
 from benchmarks.agreement import NetworkLayers, by_layer
 from benchmarks.models import settle_batch_norm
-from fx_passes import convert_fx, prepare_calibration_fx
+from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.errors import LoweringError
 from fx_passes.quantize.structure import strip_quantization
 from lowering.aten import AtenProgram, cast_float_part
-from lowering.capture import captured
 from lowering.compare import sqnr
 from lowering.images import InputSpec
-from lowering.inputs import CalibrationData, Example, ShapeRange
+from lowering.inputs import Example, ShapeRange
 from lowering.loading import load_model
 from lowering.onnx.export import export_onnx
 from lowering.segments import Segmented, segmented
@@ -121,8 +120,7 @@ class _Subject:
 
     @cached_property
     def fused(self) -> GraphModule:
-        data = CalibrationData([self.example], 1)
-        return captured(self.model, Example((self.example,)), "tensorrt", "fp32", data, self.settings)
+        return fuse_fx(self.model, (self.example,))
 
     @cached_property
     def parts(self) -> Segmented:
