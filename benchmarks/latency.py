@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.models import CLASSIFIERS, input_of
-from benchmarks.photographs import Batches, calibration_batches
+from benchmarks.peers import export_float, open_session, quantize_static
+from benchmarks.photographs import calibration_batches
 from benchmarks.results import publish
 from lowering import lower_to_onnx
 from lowering.timing import measure_interleaved, torch_threads
@@ -56,15 +55,16 @@ def measure(name: str, threads: list[int], batch: int, rounds: int, folder: Path
     spec = input_of(model)
     example = spec.example(batch)
     data = calibration_batches(spec, per_photograph=3, batch_size=batch)
-    float_file, int8_file = peers(model, example, data, folder)
+    float_file = export_float(model, example, folder / "float.onnx")
+    int8_file = quantize_static(float_file, data)
     for count in threads:
         with torch_threads(count):
             ours = lower_to_onnx(model, example, calibration=data)
             timings = measure_interleaved(
                 {
                     EAGER: partial(model, example),
-                    ORT_FLOAT: session_call(float_file, count, example),
-                    ORT_INT8: session_call(int8_file, count, example),
+                    ORT_FLOAT: raw_call(float_file, count, example),
+                    ORT_INT8: raw_call(int8_file, count, example),
                     OURS: partial(ours, example),
                 },
                 rounds=rounds,
@@ -83,52 +83,9 @@ def measure(name: str, threads: list[int], batch: int, rounds: int, folder: Path
             }
 
 
-def peers(model: nn.Module, example: Tensor, data: Batches, folder: Path) -> tuple[Path, Path]:
-    """The model through `torch.onnx` in float, and that file through ONNX Runtime's own quantizer."""
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    exported, prepared, quantized = (folder / f"{kind}.onnx" for kind in ("float", "prepared", "int8"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.onnx warns about its own future
-        torch.onnx.export(model, (example,), exported, dynamo=True, verbose=False, external_data=False)
-    quant_pre_process(exported, prepared)  # what its documentation asks for first: shapes, and BatchNorm folded
-    quantize_static(
-        prepared,
-        quantized,
-        _Reader(data, _input_name(prepared)),
-        quant_format=QuantFormat.QDQ,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        per_channel=True,
-    )
-    return exported, quantized
-
-
-def _input_name(file: Path) -> str:
-    import onnx
-
-    return onnx.load(file, load_external_data=False).graph.input[0].name
-
-
-class _Reader:
-    """Calibration batches as `quantize_static` reads them."""
-
-    def __init__(self, data: Batches, name: str):
-        self._feeds = iter([{name: batch.numpy()} for batch in data])
-
-    def get_next(self) -> dict[str, Any] | None:
-        return next(self._feeds, None)
-
-
-def session_call(file: Path, threads: int, example: Tensor) -> Callable[[], Any]:
-    """A call of an ONNX Runtime session with default options but for the threads."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+def raw_call(file: Path, threads: int, example: Tensor) -> Callable[[], Any]:
+    """One call of a session with NumPy in and out, nothing around it."""
+    session = open_session(file, threads)
     feed = {session.get_inputs()[0].name: example.numpy()}
     return lambda: session.run(None, feed)
 

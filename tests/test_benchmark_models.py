@@ -89,3 +89,27 @@ def test_batches_hold_every_crop_once():
     assert sum(sizes) == 2 * len(photographs.PHOTOGRAPHS)
     assert len(sizes) == len(batches)
     assert set(sizes[:-1]) == {4}
+
+
+def test_spreading_the_channels_keeps_the_function_and_unequals_the_ranges():
+    from benchmarks import digits
+
+    torch.manual_seed(0)
+    model = digits.DigitSeparable(width=8)
+    models.settle_batch_norm(model, [torch.randn(8, 1, 16, 16)])
+    images = torch.randn(4, 1, 16, 16)
+    before = model(images)
+    digits.spread_channels(model)
+    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-5)
+    scales = model.stem[1].weight.abs()
+    assert scales.max() / scales.min() > 10
+
+
+def test_predictions_of_a_last_batch_that_is_smaller():
+    from benchmarks.digits import predictions
+
+    images = torch.eye(5)[[3, 1, 4]]
+    seen = []
+    found = predictions(lambda batch: seen.append(len(batch)) or batch, images, batch=2)
+    assert found.tolist() == [3, 1, 4]
+    assert seen == [2, 2]
