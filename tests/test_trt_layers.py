@@ -8,7 +8,7 @@ from torch import nn
 from trt_checks import aten_program, lower
 
 from lowering.trt.build import build_engine
-from lowering.trt.layers import first_profile, layer_report, parse_layers
+from lowering.trt.layers import Layer, first_profile, layer_report, parse_layers
 from lowering.trt.network import build_network
 
 
@@ -74,6 +74,81 @@ def test_weights_are_counted_once_without_the_builders_own_total() -> None:
 
 def test_a_log_without_a_listing_has_no_layers() -> None:
     assert parse_layers("Name: x, LayerType: kgen\nnothing") == []
+
+
+def one(name: str, kind: str, inputs: list[str], constants: list[str], output: str) -> Layer:
+    """The layer of a listing that consists of one line; tensors are written "Half[1,8]"."""
+
+    def tensors(items: list[str]) -> str:
+        parts = [item.rstrip("]").split("[") for item in items]
+        return ", ".join(tensor(f"t{i}", dims, dtype) for i, (dtype, dims) in enumerate(parts))
+
+    text = line(name, kind, tensors(inputs), tensors(constants), tensors([output]))
+    (layer,) = parse_layers(f"Layers:\n{text}\n\nI/O Tensors:")
+    return layer
+
+
+OPERATIONS = {
+    "convolution": (
+        "c/convolution_myl0_1", "correlation", ["Half[1,64,8,8]", "Half[1,32,8,8]"],
+        ["Half[32,64,3,3]", "Float[1]", "Half[1,32,1,1]"], "Half[1,32,8,8]", 2 * 32 * 64 * 64 * 9,
+    ),
+    "grouped": ("c_myl0_1", "correlation", ["Half[2,8,4]"], ["Half[8,1,3]"], "Half[2,8,4]", 2 * 64 * 3),
+    "computed kernel": (
+        "c_myl0_1", "correlation", ["Half[1,64,8,8]", "Half[32,64,1,1]", "Half[1,32,8,8]"], ["Half[1,32,1,1]"],
+        "Half[1,32,8,8]", 2 * 32 * 64 * 64,
+    ),
+    "transposed": ("d_myl0_1", "deconv", ["Half[1,6,4,4]"], ["Half[6,2,2,2]"], "Half[1,2,8,8]", 2 * 6 * 16 * 8),
+    "fused convolution": (
+        "__myl_CorrSilu_myl0_1", "runtime_fusion", ["Half[1,4,8,8]"], ["Half[32,4,3,3]", "Half[1,32,1,1]"],
+        "Half[1,32,4,4]", 2 * 32 * 16 * 36,
+    ),
+    "linear": ("g_myl0_1", "gemm", ["Int8[7,16]"], ["Int8[16,10]", "Float[1]"], "Half[7,10]", 2 * 7 * 16 * 10),
+    "1x1 convolution as a product": (
+        "__myl_FcAddRelu_myl0_1", "runtime_fusion", ["Half[1,512,784]"], ["Half[1,256,1]", "Half[1,256,512]"],
+        "Half[1,256,784]", 2 * 256 * 512 * 784,
+    ),
+    "with a residual": (
+        "__myl_FcAddAdd_myl0_1", "runtime_fusion", ["Half[1,197,768]", "Half[1,197,3072]"],
+        ["Half[1,1,768]", "Half[1,3072,768]"], "Half[1,197,768]", 2 * 197 * 3072 * 768,
+    ),
+    "batched": ("m_myl0_1", "gemm", ["Half[12,5,64]", "Half[12,64,9]"], [], "Half[12,5,9]", 2 * 12 * 5 * 64 * 9),
+    "attention": (
+        "_gemm_mha_v2_myl0_1", "kgen", ["Half[12,5,64]", "Half[12,64,9]", "Half[12,9,64]"], [], "Half[12,5,64]",
+        4 * 12 * 5 * 64 * 9,
+    ),
+    "pointwise": ("__myl_AddRelu_myl0_1", "kgen", ["Half[1,8]", "Half[1,8]"], [], "Half[1,8]", 0),
+    "dynamic": ("g_myl0_1", "gemm", ["Half[-1,16]"], ["Half[16,10]"], "Half[-1,10]", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPERATIONS.values(), ids=list(OPERATIONS))
+def test_operations_follow_from_the_sizes(case: tuple) -> None:
+    *layer, operations = case
+    assert one(*layer).operations == operations
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "constants", "output", "overhead"),
+    [
+        ("__myl_CastMulMinMaxRounCast_myl0_2", ["Half[1,8]"], ["Float[1]"], "Int8[1,8]", "quantize"),
+        ("__myl_CastMulCast_myl0_2", [], ["Int8[4,8]"], "Half[4,8]", "quantize"),
+        ("__myl_CastMulMinMax_myl0_2", ["Half[1,8]"], [], "Half[1,8]", None),
+        ("__myl_MoveReshTran_myl0_8", ["Int8[1,8]"], [], "Int8[8,1]", "reformat"),
+        ("__myl_CastConc_myl0_0", ["Float[1,3,8]"], ["Half[1,1,8]"], "Half[1,4,8]", "reformat"),
+        ("__myl_AddReluMulMinMaxRounCast_myl0_2", ["Half[1,8]"], [], "Int8[1,8]", None),
+        ("_gemm_mha_v2_myl0_2", ["Half[1,8]"], [], "Half[1,8]", None),
+    ],
+)
+def test_kernels_that_only_quantize_or_move_are_told_apart(
+    name: str, inputs: list[str], constants: list[str], output: str, overhead: str | None
+) -> None:
+    assert one(name, "kgen", inputs, constants, output).overhead == overhead
+
+
+def test_a_fused_convolution_counts_as_compute() -> None:
+    layer = one("__myl_CorrSilu_myl0_1", "runtime_fusion", ["Half[1,4,8,8]"], ["Half[8,4,1,1]"], "Half[1,8,8,8]")
+    assert (layer.is_compute, layer.is_int8) == (True, False)
 
 
 class Small(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 __all__ = ["Layer", "LayerReport", "LayerTensor", "first_profile", "layer_report", "parse_layers"]
@@ -39,9 +39,15 @@ _BITS = {
 _NO_KERNEL = frozenset({"signal", "wait", "shape_call", "ShapeHostToDevice", "jmp", "cjmp", "add", "mul", "div"})
 # Kinds that multiply and accumulate: convolutions and matrix products.
 _COMPUTE = frozenset({"correlation", "deconv", "gemm"})
-# A fused kernel that holds a matrix product says so by an operation called Fc, or is the fused attention kernel.
-_FUSED_COMPUTE = re.compile(r"__myl_[A-Za-z]*Fc[A-Z_0-9]|_gemm_mha")
+# A fused kernel that holds a convolution or a matrix product says so by an operation called Corr or Fc, or is the fused
+# attention kernel.
+_FUSED_COMPUTE = re.compile(r"__myl_[A-Za-z]*(?:Corr|Fc)[A-Z_0-9]|_gemm_mha")
 _CAST_FIRST = re.compile(r"__myl_[A-Za-z]*Cast[A-Za-z]*Fc")
+_ATTENTION = re.compile(r"_gemm_mha")
+# Names of fused pointwise kernels are the names of their operations, cut to four letters.
+_OPERATION = re.compile(r"[A-Z][a-z]*")
+_MOVES = frozenset({"Cast", "Conc", "Copy", "Move", "Resh", "Slic", "Tran"})
+_QUANTIZES = _MOVES | {"Max", "Min", "Mul", "Roun"}
 _WEIGHTS = re.compile(r"^Total Weights Memory: (\d+) bytes", re.MULTILINE)
 _GRAPH = re.compile(r"_myl(\d+)(?:_\d+)?$")
 
@@ -95,6 +101,40 @@ class Layer:
         return self.kind in _COMPUTE or _FUSED_COMPUTE.search(self.name + " " + self.tactic) is not None
 
     @property
+    def overhead(self) -> str | None:
+        """ "quantize" for a kernel that does nothing but quantize or dequantize, "reformat" for one that only moves or
+        casts values, None for one that computes.
+        """
+        if self.kind == "copy":
+            return "reformat"
+        found = re.match(r"__myl_([A-Za-z]+)_", self.name) if self.kind == "kgen" else None
+        operations = set(_OPERATION.findall(found[1])) if found else set()
+        if not operations or not operations <= _QUANTIZES or "Etc" in operations:
+            return None
+        if operations <= _MOVES:
+            return "reformat"
+        types = {t.dtype for t in (*self.inputs, *self.constants, *self.outputs)}
+        return "quantize" if "Int8" in types else None
+
+    @property
+    def operations(self) -> int:
+        """Operations of its convolution or matrix products, two for a multiplication with its addition; else 0.
+
+        From the sizes alone: what pads a convolution's channels is counted, and so is the padding of its borders. 0
+        where the sizes do not say which of the operands are multiplied, or are dynamic.
+        """
+        if not self.is_compute or not self.outputs or not self.inputs:
+            return 0
+        result, operands = self.outputs[0], (*self.inputs, *self.constants)
+        if any(d < 0 for t in (result, *operands) for d in t.dims):
+            return 0
+        if _ATTENTION.search(self.name):
+            return _attention_operations(self.inputs, result)
+        if self.kind in ("correlation", "deconv") or "Corr" in self.name:
+            return _convolution_operations(self, result)
+        return _product_operations(operands, result)
+
+    @property
     def is_int8(self) -> bool:
         """Whether it is a convolution or matrix product whose activation input is int8.
 
@@ -103,6 +143,57 @@ class Layer:
         if not self.is_compute or not self.inputs or self.inputs[0].dtype != "Int8":
             return False
         return _CAST_FIRST.search(self.name) is None
+
+
+def _elements(tensor: LayerTensor) -> int:
+    return prod(tensor.dims)
+
+
+def _convolution_operations(layer: Layer, result: LayerTensor) -> int:
+    """Of a convolution with a kernel (out, in / groups, ...), or a transposed one, whose kernel begins (in, ...).
+
+    The kernel is a constant, or an input where it is computed by another kernel; a residual may be an input, too.
+    """
+    steps = layer.inputs[0] if layer.kind == "deconv" else result
+    rank = len(result.dims)
+    for operands in (layer.constants, layer.inputs[1:]):
+        kernels = [t for t in operands if len(t.dims) == rank > 2 and t.dims[0] == steps.dims[1]]
+        if kernels:
+            return 2 * _elements(steps) * prod(max(kernels, key=_elements).dims[1:])
+    return 0
+
+
+def _attention_operations(inputs: Sequence[LayerTensor], result: LayerTensor) -> int:
+    """Of softmax(q k^T) v: two products over (batch, targets, sources, head size)."""
+    size = result.dims[-1]
+    lengths = [t.dims[-1] for t in inputs if t.dims[-1] != size]  # the keys are transposed: (batch, size, sources)
+    sources = max(lengths, default=inputs[0].dims[-2])
+    return 4 * sources * _elements(result)
+
+
+def _product_operations(operands: Sequence[LayerTensor], result: LayerTensor) -> int:
+    """Of (batch, m, k) x (batch, k, n), whichever two of the operands are multiplied, and whichever way they lie.
+
+    The three tensors hold b*m*k, b*k*n and b*m*n values, so their product is b (b*m*k*n)^2, where b counts the
+    matrices that all three have.
+    """
+    weights = [t for t in operands if len(t.dims) >= 2]
+    best = 0
+    for i, first in enumerate(weights):
+        for second in weights[i + 1 :]:
+            shared = _matrices(first) if _matrices(first) == _matrices(second) else 1
+            square, left = divmod(_elements(first) * _elements(second) * _elements(result), shared)
+            products = isqrt(square)
+            if left or products * products != square or products % _elements(result):
+                continue
+            length = products // _elements(result)
+            if length in first.dims[-2:] and length in second.dims[-2:]:
+                best = max(best, products)
+    return 2 * best
+
+
+def _matrices(tensor: LayerTensor) -> int:
+    return prod(tensor.dims[:-2])
 
 
 def _tensors(text: str | None) -> tuple[LayerTensor, ...]:
@@ -189,7 +280,9 @@ class LayerReport:
         engine_bytes: size of the serialized engine.
         compute_capabilities: what it was built for; None: portable.
         shapes: which shapes the bytes are of: "static", or "opt" for a dynamic engine.
-        rows: one dict per kernel: name, kind, modules, sources, inputs, outputs, bytes, int8.
+        rows: one dict per kernel: name, kind, modules, sources, inputs, outputs, bytes, int8; "operations" of its
+            products, "overhead" ("quantize", "reformat" or None), and "reads", "constants" and "writes": lists of
+            [tensor name, bytes].
     """
 
     kernels: int
@@ -251,4 +344,9 @@ def _row(layer: Layer) -> dict[str, Any]:
         "outputs": [f"{t.dtype}[{','.join(map(str, t.dims))}]" for t in layer.outputs],
         "bytes": sum(t.bytes() for t in layer.inputs + layer.outputs),
         "int8": layer.is_int8,
+        "operations": layer.operations,
+        "overhead": layer.overhead,
+        "reads": [[t.name, t.bytes()] for t in layer.inputs],
+        "constants": [[t.name, t.bytes()] for t in layer.constants],
+        "writes": [[t.name, t.bytes()] for t in layer.outputs],
     }
