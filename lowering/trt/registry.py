@@ -34,23 +34,28 @@ class Converter:
         check: like `function` without `net`, on fake tensors; may also take `result`, the fake result. Returns why
             this use cannot be converted, or None.
         targets: the aten overloads or Python functions it converts.
+        narrow: whether it takes and gives uint8 and int8 as they are; the others work on int32 in their place.
     """
 
     function: Callable[..., Any]
     check: Callable[..., str | None] | None
     targets: tuple[Any, ...]
+    narrow: bool = False
 
 
-def converts(*targets: Any, check: Callable[..., str | None] | None = None) -> Callable[[Callable], Callable]:
+def converts(
+    *targets: Any, check: Callable[..., str | None] | None = None, narrow: bool = False
+) -> Callable[[Callable], Callable]:
     """Register the decorated function for aten overloads (or for Python functions on sizes).
 
     Args:
         targets: such as ``torch.ops.aten.relu.default``.
         check: says why a use cannot be converted, see `Converter`.
+        narrow: takes 8-bit integers as they are, see `Converter`.
     """
 
     def register(function: Callable) -> Callable:
-        converter = Converter(function, check, targets)
+        converter = Converter(function, check, targets, narrow)
         for target in targets:
             if target in _REGISTRY:
                 raise ValueError(f"{target} has two converters")

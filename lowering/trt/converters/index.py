@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lowering.trt.converters.accumulate import add_rows, few_targets
 from lowering.trt.net import Net, Scalar, Size, Tensor, Value
 from lowering.trt.registry import converts
 
@@ -151,7 +152,7 @@ def _integer_indices(x, indices) -> str | None:
     return None
 
 
-@converts(aten.index.Tensor, check=_integer_indices)
+@converts(aten.index.Tensor, aten._unsafe_index.Tensor, check=_integer_indices)
 def index(net: Net, x: Value, indices: Sequence[Value | None]) -> Tensor:
     """``x[i, :, j]``: one index tensor is a gather, several are looked up together."""
     used = [d for d, i in enumerate(indices) if i is not None]
@@ -188,14 +189,24 @@ def _joined(net: Net, indices: Sequence[Value]) -> Tensor:
 # -- scattering ---------------------------------------------------------------------------------------------------
 
 
-def _no_accumulation(x, indices, accumulate=False) -> str | None:
-    if accumulate:
-        return "TensorRT scatters without adding up"
-    return _integer_indices(x, indices)
+def _writable(x, indices, values, accumulate=False) -> str | None:
+    if _one_mask(indices):
+        if accumulate or not isinstance(values.numel(), int) or values.numel() != 1:
+            return "which values go where depends on the data"
+        return None
+    return _integer_indices(x, indices) or (few_targets(x, indices) if accumulate else None)
 
 
-@converts(aten.index_put.default, check=_no_accumulation)
+def _one_mask(indices) -> bool:
+    """``x[mask] = ...``"""
+    return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool
+
+
+@converts(aten.index_put.default, aten._unsafe_index_put.default, check=_writable)
 def index_put(net: Net, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False) -> Tensor:
+    if len(indices) == 1 and net.dtype(indices[0]) == torch.bool:  # one value where the mask says so
+        mask = net.reshape(indices[0], [*net.dims(indices[0]), *[1] * (net.rank(x) - net.rank(indices[0]))])
+        return net.where(mask, net.reshape(values, []), x, net.dtype(x))
     used = [d for d, i in enumerate(indices) if i is not None]
     rest = [d for d in range(net.rank(x)) if d not in used]
     front = net.permute(net.tensor(x), used + rest)
@@ -212,7 +223,7 @@ def index_put(net: Net, x: Value, indices: Sequence[Value | None], values: Value
         values = net.permute(values, order)
     else:
         values = net.expand(values, [*shared, *inner])
-    written = net.scatter(front, joined, values, "ND")
+    written = add_rows(net, front, joined, values) if accumulate else net.scatter(front, joined, values, "ND")
     inverse = sorted(range(net.rank(x)), key=lambda d: (used + rest)[d])
     return net.permute(written, inverse)
 
@@ -230,24 +241,6 @@ def scatter_src(net: Net, x: Value, dim: int, index: Value, src: Value) -> Tenso
 def scatter_value(net: Net, x: Value, dim: int, index: Value, value: Value) -> Tensor:
     filled = net.expand(net.tensor(value, net.dtype(x), rank=net.rank(x)), net.dims(index))
     return net.scatter(x, index, filled, "ELEMENT", dim)
-
-
-def _small_one_hot(x, dim, index) -> str | None:
-    if not x.dtype.is_floating_point:
-        return "adding up while scattering is written as a matrix product, which takes floats only"
-    if x.dim() != 1:
-        return "TensorRT scatters without adding up (only 1-D targets can be written as a matrix product)"
-    if isinstance(x.shape[0], int) and isinstance(index.shape[0], int) and x.shape[0] * index.shape[0] <= 1 << 24:
-        return None
-    return "adding up while scattering into a large or dynamic tensor"
-
-
-@converts(aten.scatter_add.default, check=_small_one_hot)
-def scatter_add(net: Net, x: Value, dim: int, index: Value, src: Value) -> Tensor:
-    rows = net.iota(net.size(x, 0), 0, 1, net.dtype(index))
-    hits = net.cast(net.equal(net.unsqueeze(rows, [1]), net.unsqueeze(index, [0])), net.dtype(x))
-    src = net.narrow(src, 0, 0, net.size(index, 0))
-    return net.sum(x, net.squeeze(net.matmul(hits, net.unsqueeze(src, [1])), [1]))
 
 
 # -- masks --------------------------------------------------------------------------------------------------------
@@ -294,3 +287,15 @@ def one_hot(net: Net, x: Value, num_classes: int = -1) -> Tensor:
         raise net.unsupported("the number of classes depends on the data", "pass num_classes")
     classes = net.iota(num_classes, 0, 1, torch.int64)
     return net.cast(net.equal(net.unsqueeze(x, [-1]), classes), torch.int64)
+
+
+@converts(aten.unfold.default)
+def unfold(net: Net, x: Value, dimension: int, size: int, step: int) -> Tensor:
+    """Windows along a dimension; what they hold becomes the last one."""
+    if not net.rank(x):
+        return net.reshape(x, [1])
+    rank, dim = net.rank(x), dimension % net.rank(x)
+    windows = (net.size(x, dim) - size) // step + 1
+    starts = net.unsqueeze(net.iota(windows, 0, step, torch.int64), [1])
+    places = net.sum(starts, net.unsqueeze(net.iota(size, 0, 1, torch.int64), [0]))
+    return net.permute(net.gather(x, places, dim), [*(d for d in range(rank + 1) if d != dim + 1), dim + 1])

@@ -60,7 +60,7 @@ def sign(net: Net, x: Value) -> Tensor:
 @converts(aten.signbit.default)
 def signbit(net: Net, x: Value) -> Tensor:
     # the sign of a zero shows in its reciprocal only
-    if not net.dtype(x).is_floating_point:
+    if isinstance(x, int | float) or not net.dtype(x).is_floating_point:
         return net.less(x, 0)
     zero = net.logical("AND", net.equal(x, 0.0), net.less(net.unary("RECIP", x), 0.0))
     return net.logical("OR", net.less(x, 0.0), zero)

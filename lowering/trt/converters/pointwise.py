@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowering.trt.converters.math import signbit
 from lowering.trt.net import Net, Tensor, Value
 from lowering.trt.registry import converts
 
@@ -241,41 +242,36 @@ def logical_not(net: Net, x: Value) -> Tensor:
     return net.logical_not(x)
 
 
-def _only_bool(x, other, result) -> str | None:
-    return None if result.dtype == torch.bool else "TensorRT has bitwise operations on bool only, not on integers"
+@converts(aten.fmax.default)
+def fmax(net: Net, x: Value, other: Value) -> Tensor:
+    return _or_the_number(net, maximum, x, other)
 
 
-def _bitwise(op: str, *targets) -> None:
-    @converts(*targets, check=_only_bool)
-    def bitwise(net: Net, x: Value, other: Value) -> Tensor:
-        return net.logical(op, x, other)
+@converts(aten.fmin.default)
+def fmin(net: Net, x: Value, other: Value) -> Tensor:
+    return _or_the_number(net, minimum, x, other)
 
 
-_bitwise("AND", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.__and__.Tensor, aten.__and__.Scalar)
-_bitwise("OR", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.__or__.Tensor, aten.__or__.Scalar)
-_bitwise("XOR", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar, aten.__xor__.Tensor, aten.__xor__.Scalar)
+def _or_the_number(net: Net, function, x: Value, other: Value) -> Tensor:
+    """The greater or smaller one; where one is no number, the other."""
+    dtype = net.result.dtype
+    a, b = (net.cast(v, dtype) for v in (x, other))
+    if not dtype.is_floating_point:
+        return function(net, a, b)
+    both = net.where(net.equal(b, b), function(net, a, b), a, dtype)
+    return net.where(net.equal(a, a), both, b, dtype)
 
 
-@converts(aten.bitwise_not.default)
-def bitwise_not(net: Net, x: Value) -> Tensor:
-    # two's complement: ~x = -x - 1
-    return net.logical_not(x) if net.dtype(x) == torch.bool else net.sub(-1, x, net.dtype(x))
+@converts(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(net: Net, x: Value, other: Value) -> Tensor:
+    size = net.unary("ABS", net.cast(x, net.result.dtype))
+    return net.where(signbit(net, other), net.unary("NEG", size), size)
 
 
-def _constant_shift(x, other) -> str | None:
-    if isinstance(other, int) and 0 <= other < 31:
-        return None
-    return "TensorRT has no shifts; only those by a constant from 0 to 30 can be written as products"
-
-
-@converts(aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar, check=_constant_shift)
-def shift_left(net: Net, x: Value, other: int) -> Tensor:
-    return net.mul(x, 2**other, net.result.dtype)
-
-
-@converts(aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar, check=_constant_shift)
-def shift_right(net: Net, x: Value, other: int) -> Tensor:
-    return net.floor_div(x, 2**other, net.result.dtype)
+@converts(aten.ldexp.Tensor)
+def ldexp(net: Net, x: Value, other: Value) -> Tensor:
+    dtype = net.result.dtype
+    return net.mul(x, net.pow(2.0, net.cast(other, dtype), dtype), dtype)
 
 
 @converts(aten.isnan.default)

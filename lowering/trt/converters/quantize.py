@@ -23,13 +23,13 @@ def _symmetric(dtype, quant_min, quant_max, zero_point) -> str | None:
     return _int8(dtype, quant_min, quant_max)
 
 
-@converts(ops.quantize_per_tensor.default, ops.quantize_per_tensor.tensor, check=_symmetric)
+@converts(ops.quantize_per_tensor.default, ops.quantize_per_tensor.tensor, check=_symmetric, narrow=True)
 def quantize_per_tensor(net: Net, x: Value, scale: Value, zero_point: Value, quant_min: int, quant_max: int) -> Tensor:
     _require_zero(net, zero_point)
     return net.quantize(_limited(net, x, scale, None, quant_min), scale)
 
 
-@converts(ops.dequantize_per_tensor.default, ops.dequantize_per_tensor.tensor, check=_symmetric)
+@converts(ops.dequantize_per_tensor.default, ops.dequantize_per_tensor.tensor, check=_symmetric, narrow=True)
 def dequantize_per_tensor(
     net: Net, x: Value, scale: Value, zero_point: Value, quant_min: int, quant_max: int, out_dtype=None
 ) -> Tensor:
@@ -37,7 +37,7 @@ def dequantize_per_tensor(
     return net.dequantize(x, scale, dtype=net.result.dtype)
 
 
-@converts(ops.quantize_per_channel.default, check=_int8)
+@converts(ops.quantize_per_channel.default, check=_int8, narrow=True)
 def quantize_per_channel(
     net: Net, x: Value, scales: Value, zero_points: Value, axis: int, quant_min: int, quant_max: int
 ):
@@ -45,7 +45,7 @@ def quantize_per_channel(
     return net.quantize(_limited(net, x, scales, axis, quant_min), scales, axis)
 
 
-@converts(ops.dequantize_per_channel.default, check=_int8)
+@converts(ops.dequantize_per_channel.default, check=_int8, narrow=True)
 def dequantize_per_channel(
     net: Net, x: Value, scales: Value, zero_points: Value, axis: int, quant_min: int, quant_max: int, out_dtype=None
 ) -> Tensor:

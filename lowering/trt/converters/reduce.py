@@ -1,4 +1,4 @@
-"""Reductions, arg-reductions, order statistics and cumulative sums."""
+"""Reductions, variances, norms and distances."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lowering.trt.registry import converts
 
 aten = torch.ops.aten
 Dims = int | Sequence[int] | None
-_TOPK_LIMIT = 3840
 
 
 @converts(aten.sum.default, aten.sum.dim_IntList)
@@ -171,112 +170,7 @@ def logsumexp(net: Net, x: Value, dim: Dims, keepdim: bool = False) -> Tensor:
     return net.sum(net.unary("LOG", total), high if keepdim else net.squeeze(high, net.axes(x, dim)))
 
 
-# -- order ----------------------------------------------------------------------------------------------------------
-
-
-def _topk_type(x) -> str | None:
-    if x.dtype in (torch.bool, torch.uint8, torch.int8):
-        return f"TensorRT does not order {x.dtype}"
-    return None
-
-
-def _topk_check(x, k, dim=-1) -> str | None:
-    if not isinstance(k, int):
-        return "k is dynamic"
-    if k > _TOPK_LIMIT:
-        return f"k is {k}, TensorRT takes at most {_TOPK_LIMIT}"
-    return _topk_type(x)
-
-
-@converts(aten.topk.default, check=_topk_check)
-def topk(net: Net, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    if net.rank(x) == 0:
-        return net.tensor(x), net.tensor(0, torch.int64)
-    return net.topk(x, k, dim, largest)
-
-
-def _sort_check(x, dim=-1, stable=None) -> str | None:
-    size = x.shape[dim] if x.dim() else 1
-    if stable:
-        return "TensorRT does not promise an order of equal elements"
-    if not isinstance(size, int):
-        return "sorting along a dynamic dimension"
-    if size > _TOPK_LIMIT:
-        return f"{size} elements to sort, TensorRT takes at most {_TOPK_LIMIT}"
-    return _topk_type(x)
-
-
-@converts(aten.sort.default, aten.sort.stable, check=_sort_check)
-def sort(net: Net, x: Value, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple:
-    return topk(net, x, net.size(x, dim) if net.rank(x) else 1, dim, largest=descending)
-
-
-@converts(aten.argsort.default, check=_sort_check)
-def argsort(net: Net, x: Value, dim: int = -1, descending: bool = False) -> Tensor:
-    return sort(net, x, dim, descending)[1]
-
-
-def _arg(net: Net, x: Value, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
-    rank = net.rank(x)
-    if dim is None:
-        x = net.flatten(x) if rank else net.unsqueeze(x, [0])
-    elif rank == 0:
-        return net.tensor(0, torch.int64)
-    indices = net.topk(x, 1, 0 if dim is None else dim, largest)[1]
-    if dim is None:
-        return net.reshape(indices, [1] * rank if keepdim else [])
-    return indices if keepdim else net.squeeze(indices, [dim % rank])
-
-
-@converts(aten.argmax.default, check=_topk_type)
-def argmax(net: Net, x: Value, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _arg(net, x, dim, keepdim, largest=True)
-
-
-@converts(aten.argmin.default, check=_topk_type)
-def argmin(net: Net, x: Value, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _arg(net, x, dim, keepdim, largest=False)
-
-
-def _with_index(net: Net, x: Value, dim: int, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
-    values, indices = topk(net, x, 1, dim, largest)
-    if keepdim or not net.rank(x):
-        return values, indices
-    gone = [dim % net.rank(x)]
-    return net.squeeze(values, gone), net.squeeze(indices, gone)
-
-
-@converts(aten.max.dim, check=_topk_type)
-def max_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _with_index(net, x, dim, keepdim, largest=True)
-
-
-@converts(aten.min.dim, check=_topk_type)
-def min_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return _with_index(net, x, dim, keepdim, largest=False)
-
-
-@converts(aten.kthvalue.default, check=_topk_check)
-def kthvalue(net: Net, x: Value, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    values, indices = topk(net, x, k, dim, largest=False)
-    if not net.rank(x):
-        return values, indices
-    last = [net.narrow(v, dim, k - 1, 1) for v in (values, indices)]
-    return tuple(last if keepdim else [net.squeeze(v, [dim]) for v in last])  # type: ignore[return-value]
-
-
-@converts(aten.median.dim, check=_sort_check)
-def median_dim(net: Net, x: Value, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return kthvalue(net, x, (net.size(x, dim) + 1) // 2 if net.rank(x) else 1, dim, keepdim)
-
-
-# -- running --------------------------------------------------------------------------------------------------------
-
-
-@converts(aten.cumsum.default)
-def cumsum(net: Net, x: Value, dim: int) -> Tensor:
-    x = net.cast(x, net.result.dtype)
-    return net.cumsum(x, dim) if net.rank(x) else x
+# -- distances --------------------------------------------------------------------------------------------------------
 
 
 @converts(aten.norm_except_dim.default)
@@ -298,3 +192,9 @@ def cosine_similarity(net: Net, x1: Value, x2: Value, dim: int = 1, eps: float =
 @converts(aten.pairwise_distance.default)
 def pairwise_distance(net: Net, x1: Value, x2: Value, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
     return _vector_norm(net, net.sum(net.sub(x1, x2), eps), p, [-1], keepdim)
+
+
+@converts(aten._cdist_forward.default)
+def cdist(net: Net, x1: Value, x2: Value, p: float, compute_mode: int | None) -> Tensor:
+    difference = net.sub(net.unsqueeze(x1, [-2]), net.unsqueeze(x2, [-3]))
+    return _vector_norm(net, difference, p, [-1], keepdim=False)

@@ -283,6 +283,7 @@ def roll(net: Net, x: Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -
     aten.to.device,
     aten.to.other,
     aten.type_as.default,
+    narrow=True,
 )
 def to_copy(net: Net, x: Value, other: Value = None) -> Tensor:
     return net.cast(x, net.result.dtype)
@@ -295,6 +296,7 @@ def to_copy(net: Net, x: Value, other: Value = None) -> Tensor:
     aten.lift_fresh_copy.default,
     aten.contiguous.default,
     aten.positive.default,
+    narrow=True,
 )
 def same(net: Net, x: Value) -> Tensor:
     return net.tensor(x)

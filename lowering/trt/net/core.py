@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_map_only
 
 from fx_passes.errors import BuildError, UnsupportedOpError
 from lowering.trt.bindings import BuilderLog, has_dtype, torch_dtype, trt, trt_dtype
@@ -52,13 +54,24 @@ class Core:
         self._sizes: dict[tuple[str, int], Scalar] = {}
         self._shapes: dict[str, Tensor] = {}
         self._indices: dict[int, torch.Tensor] = {}
+        self._bytes_as_int32 = False
 
     # -- the node being converted -------------------------------------------------------------------------------
 
     @property
     def result(self) -> Any:
         """Fake result of the current node: its dtype and (symbolic) shape, as torch will have them."""
-        return self.node.meta["val"] if self.node is not None else None
+        val = self.node.meta["val"] if self.node is not None else None
+        return tree_map_only(torch.Tensor, _in_int32, val) if self._bytes_as_int32 else val
+
+    @contextmanager
+    def bytes_as_int32(self) -> Iterator[None]:
+        """While a node on 8-bit integers is computed in int32: what `result` says."""
+        self._bytes_as_int32 = True
+        try:
+            yield
+        finally:
+            self._bytes_as_int32 = False
 
     def unsupported(self, reason: str, hint: str | None = None) -> UnsupportedOpError:
         """The error for something that TensorRT, or this converter, cannot express."""
@@ -235,6 +248,10 @@ class Core:
     def foldable(self, numel_in: int, numel_out: int) -> bool:
         """Whether a result known on the host is worth storing: not when it blows a small constant up to a large one."""
         return numel_out <= max(_NOT_FOLDED_ABOVE, numel_in)
+
+
+def _in_int32(fake: torch.Tensor) -> torch.Tensor:
+    return fake.to(torch.int32) if fake.dtype in (torch.uint8, torch.int8) else fake
 
 
 def _unique(name: str, taken: set[str]) -> str:
