@@ -21,10 +21,11 @@ from fx_passes.quantize.insertion import insertion_point
 from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.pairs import highest_integers
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
-from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
+from fx_passes.quantize.scheme import QuantScheme, TargetScheme, affine_qparams, target_scheme
+from fx_passes.quantize.smooth import smooth
 from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
-__all__ = ["convert_fx"]
+__all__ = ["convert_fx", "float_reference"]
 
 
 def convert_fx(prepared: GraphModule) -> GraphModule:
@@ -76,8 +77,26 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
     return gm
 
 
+def float_reference(prepared: GraphModule) -> GraphModule:
+    """The float graph whose weights and values `convert_fx` rounds: equalized and smoothed as configured.
+
+    Args:
+        prepared: from `prepare_calibration_fx`, after calibration.
+
+    Raises:
+        StageError: not such a module, or one that saw no data.
+    """
+    if prepared.meta.get("stage") != "prepared":
+        raise StageError("there is no calibrated module", hint="call prepare_calibration_fx and calibrate first")
+    gm, _ = _without_observers(prepared)
+    gm.graph.lint()
+    gm.recompile()
+    gm.meta["stage"] = "fused"
+    return gm
+
+
 def _without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
-    """The annotated float graph, and what its observers found."""
+    """The annotated float graph, smoothed where that is asked for, and what its observers found."""
     gm = copy_graph_module(prepared)
     observers = observers_of(gm)
     for name in observers:
@@ -86,9 +105,18 @@ def _without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
             gm.graph.erase_node(node)
     leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})
     observers = {name: o for name, o in observers.items() if o.seen_type is None}
+    extrema = {name: (o.channel_low, o.channel_high) for name, o in observers.items() if o.channel_low.dim()}
     highest = {name: o.channel_high for name, o in observers.items() if o.channel_high.dim()}
     means = {name: mean for name, o in observers.items() if (mean := o.channel_mean()) is not None}
-    return gm, Found({name: o.qparams() for name, o in observers.items()}, highest=highest, means=means)
+    qparams = {name: o.qparams() for name, o in observers.items()}
+    smoothed = smooth(gm, extrema)
+    gm.meta["smooth_report"] = smoothed.report
+    scheme = target_scheme(gm.meta["target"]).activation
+    for name, factor in smoothed.factors.items():
+        low, high = (bound / factor for bound in extrema[name])
+        qparams[name] = affine_qparams(float(low.min()), float(high.max()), scheme)
+        highest[name], means[name] = high.float(), means[name] / factor
+    return gm, Found(qparams, highest=highest, means=means)
 
 
 def leave_float(graph: Graph, seen: dict[str, str]) -> None:

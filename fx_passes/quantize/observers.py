@@ -30,12 +30,17 @@ class Observer(nn.Module):
 
     Buffers:
         low, high: float32, 0-dim or (channels,); +inf and -inf until something was seen.
-        channel_high: float32, (channels,), the largest value of each, where `channel_axis` asks for it.
+        channel_low, channel_high: float32, (channels,), the extrema of each; 0-dim where they are not asked for.
         channel_sum, channel_count: float64, (channels,), and int64, 0-dim: their sums, and the number of values summed.
+
+    Attributes:
+        channel_axis: axis of the channels, None to watch none.
+        channel_statistics: what is watched of them: "low", "high", "sum".
     """
 
     low: Tensor
     high: Tensor
+    channel_low: Tensor
     channel_high: Tensor
     channel_sum: Tensor
     channel_count: Tensor
@@ -46,6 +51,8 @@ class Observer(nn.Module):
         self.enabled = True
         self.seen_type: str | None = None  # of a value that has no range: an integer tensor, a list
         self.channel_axis: int | None = None
+        self.channel_statistics: frozenset[str] = frozenset({"high", "sum"})
+        self.register_buffer("channel_low", torch.tensor(float("inf")))
         self.register_buffer("channel_high", torch.tensor(float("-inf")))
         self.register_buffer("channel_sum", torch.tensor(0.0, dtype=torch.float64))
         self.register_buffer("channel_count", torch.tensor(0))
@@ -71,9 +78,13 @@ class Observer(nn.Module):
         if self.channel_axis is None or x.dim() < 2:
             return
         others = [i for i in range(x.dim()) if i != self.channel_axis % x.dim()]
-        self.channel_high = torch.maximum(self.channel_high, x.amax(others).float())
-        self.channel_sum = self.channel_sum + x.sum(others)
-        self.channel_count = self.channel_count + x.numel() // x.shape[self.channel_axis]
+        if "low" in self.channel_statistics:
+            self.channel_low = torch.minimum(self.channel_low, x.amin(others).float())
+        if "high" in self.channel_statistics:
+            self.channel_high = torch.maximum(self.channel_high, x.amax(others).float())
+        if "sum" in self.channel_statistics:
+            self.channel_sum = self.channel_sum + x.sum(others)
+            self.channel_count = self.channel_count + x.numel() // x.shape[self.channel_axis]
 
     def channel_mean(self) -> Tensor | None:
         """Mean of every channel, float64, (channels,); None where channels are not observed."""
@@ -117,6 +128,7 @@ class Observer(nn.Module):
     def _absorb(self, other: Observer) -> None:
         self.low = torch.minimum(self.low, other.low)
         self.high = torch.maximum(self.high, other.high)
+        self.channel_low = torch.minimum(self.channel_low, other.channel_low)
         self.channel_high = torch.maximum(self.channel_high, other.channel_high)
         self.channel_sum = self.channel_sum + other.channel_sum
         self.channel_count = self.channel_count + other.channel_count
@@ -132,8 +144,11 @@ class Observer(nn.Module):
     def _synchronize_channels(self, group: Any) -> None:
         import torch.distributed as dist
 
+        if self.channel_low.dim():
+            dist.all_reduce(self.channel_low, dist.ReduceOp.MIN, group=group)
         if self.channel_high.dim():
             dist.all_reduce(self.channel_high, dist.ReduceOp.MAX, group=group)
+        if self.channel_sum.dim():
             dist.all_reduce(self.channel_sum, group=group)
             dist.all_reduce(self.channel_count, group=group)
 

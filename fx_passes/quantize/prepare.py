@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fx_passes.errors import InputError, StageError
 from fx_passes.quantize.annotation import quantized_values
 from fx_passes.quantize.channels import channel_axes
+from fx_passes.quantize.equalize import equalize_fx
 from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.observer_names import observer_for
 from fx_passes.quantize.observers import Observer
@@ -19,6 +20,7 @@ from fx_passes.quantize.placement import annotate
 from fx_passes.quantize.qat import prepare_qat_fx
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.quantize.scheme import target_scheme
+from fx_passes.quantize.smooth import smoothed_values
 
 __all__ = [
     "OBSERVER_PREFIX",
@@ -66,18 +68,31 @@ def prepare_calibration_fx(
         ['_1', 'input_1']
     """
     scheme = target_scheme(target)
-    gm = annotate(fused_float(model, example_inputs), target, QConfig.of(qconfig))
-    axes = channel_axes(gm)
+    config = QConfig.of(qconfig)
+    gm = annotate(_equalized(fused_float(model, example_inputs), target, config), target, config)
+    axes, smoothed = channel_axes(gm), smoothed_values(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
             observer = observer_for(value.node, value.readers, scheme.activation, DEFAULT_OBSERVER)
             observer.channel_axis = axes.get(value.node.name)
+            if value.node.name in smoothed:
+                observer.channel_axis = smoothed[value.node.name]
+                observer.channel_statistics |= {"low"}
             insert_module(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "prepared"
     record_example(gm, example_inputs)
     return gm
+
+
+def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
+    """`fused`, or where its configuration asks for it a copy with equalized channels."""
+    asked = {node.name for node, options in config.resolve(fused).items() if options.equalize}
+    if not asked:
+        return fused
+    # ONNX Runtime makes no integer kernel of a convolution before a clip with a bound for each channel.
+    return equalize_fx(fused, takes_part=lambda node: node.name in asked, clips=target != "onnxruntime")
 
 
 def fused_float(model: nn.Module, example_inputs: Any = None) -> GraphModule:
