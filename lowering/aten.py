@@ -53,6 +53,7 @@ class TensorSpec:
     opt: tuple[int, ...]
     max: tuple[int, ...]
     symbols: tuple[str | None, ...] | None = None
+    profiles: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = ()
 
     def is_dynamic(self, dim: int) -> bool:
         """Whether dimension `dim` may differ from call to call."""

@@ -61,29 +61,37 @@ def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
         opt = _Recorder(glue).record(sizes.opt, count=True)
         if "expected_output" in glue.meta:
             check_output(glue.meta.pop("expected_output"), opt.result)
-        runs = [opt] * 3
-        if sizes.dynamic:
-            runs = [_Recorder(glue).record(example) for example in (sizes.min, sizes.max, sizes.export)]
-    low, high, export = runs
+        runs = {id(sizes.opt): opt}
+        for example in (sizes.min, sizes.max, sizes.export, *(e for profile in sizes.profiles for e in profile)):
+            if id(example) not in runs:
+                runs[id(example)] = _Recorder(glue).record(example)
     boundaries = {}
-    for name, tensors in opt.inputs.items():
-        if not all(name in run.inputs for run in runs):
+    for name in opt.inputs:
+        if not all(name in run.inputs for run in runs.values()):
             raise ExportError(f"{name} is not reached at every size of the inputs", hint="narrow the dynamic range")
-        specs = [
-            _spec(name, i, t, low.inputs[name][i], high.inputs[name][i], opt.names[name][i])
-            for i, t in enumerate(tensors)
-        ]
-        boundaries[name] = Boundary(specs, export.inputs[name], opt.flops.get(name, 0))
+        specs = []
+        for index, argument in enumerate(opt.names[name]):
+            seen = {key: run.inputs[name][index] for key, run in runs.items()}
+            specs.append(_spec(f"input {index} of {name}", argument, sizes, seen))
+        boundaries[name] = Boundary(specs, runs[id(sizes.export)].inputs[name], opt.flops.get(name, 0))
     return Measured(boundaries, sum(opt.flops.values()))
 
 
-def _spec(segment: str, index: int, opt: Tensor, low: Tensor, high: Tensor, name: str) -> TensorSpec:
-    if not (low.dim() == opt.dim() == high.dim() and low.dtype == opt.dtype == high.dtype):
+def _spec(what: str, name: str, sizes: ShapeRange, seen: dict[int, Tensor]) -> TensorSpec:
+    """The spec of one input of a segment; `seen` has its value in the run with each example of `sizes`, by identity."""
+    opt = seen[id(sizes.opt)]
+    if any(t.dim() != opt.dim() or t.dtype != opt.dtype for t in seen.values()):
         raise ExportError(
-            f"input {index} of {segment} has another rank or type at other sizes",
+            f"{what} has another rank or type at other sizes",
             hint="keep the code before it in one form for all sizes, or wrap() it",
         )
-    return TensorSpec(name, opt.dtype, tuple(low.shape), tuple(opt.shape), tuple(high.shape))
+
+    def at(example: Example) -> tuple[int, ...]:
+        return tuple(seen[id(example)].shape)
+
+    profiles = tuple((at(low), at(usual), at(high)) for low, usual, high in sizes.profiles)
+    low, high = at(sizes.min), at(sizes.max)
+    return TensorSpec(name, opt.dtype, low, at(sizes.opt), high, profiles=profiles if low != high else ())
 
 
 class _Recorder(Interpreter):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +19,13 @@ from trt_checks import assert_same, aten_program, eager, lower
 from fx_passes.errors import BackendUnavailableError, BuildError, InputError, UnsupportedOpError
 from lowering.aten import TensorSpec
 from lowering.trt import bindings, capabilities
+from lowering.trt import build as build_module
+from lowering.trt import progress as progress_module
 from lowering.trt.build import BuildOptions, build_engine
 from lowering.trt.network import build_network, supports
 from lowering.trt.progress import progress_monitor, run_cancellable
 from lowering.trt.reference import read_network
+from lowering.trt.terminal import quiet_stderr, terminal
 
 IMAGE = torch.randn(2, 3, 12, 12)
 
@@ -45,19 +51,111 @@ def test_weights_are_not_copied() -> None:
     assert model[3].weight.data_ptr() in held
 
 
-def test_workspace_too_small_is_an_error_with_the_logs_first_line() -> None:
+def test_workspace_too_small_is_an_error_with_the_logs_first_line(capfd, caplog) -> None:
     network = lower(small(), IMAGE)
-    with pytest.raises(BuildError, match="gives no engine for network 'test'"):
+    with pytest.raises(BuildError, match=r"gives no engine for network 'test'.*workspace limit"):
         build_engine(network, settings=BuildOptions(workspace_bytes=1))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver the build succeeds")
+@pytest.mark.parametrize("option", ["refit", "strip_weights"])
+def test_an_option_that_needs_a_driver_says_so_and_the_compiler_keeps_quiet(option: str, capfd, caplog) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, logger="lowering.tensorrt"),
+        pytest.raises(BuildError, match=r"CUDA_SUCCESS(?s:.*)need a CUDA driver"),
+    ):
+        build_engine(lower(small(), IMAGE), settings=BuildOptions(**{option: True}))
+    assert capfd.readouterr() == ("", "")  # the compiler writes to stderr past the logger
+    assert "Internal Error: MyelinCheckException" in caplog.text
+
+
+def test_the_layer_at_fault_is_in_the_message() -> None:
+    network = lower(small(), IMAGE)
+    network.log.errors.clear()
+    log = bindings.BuilderLog()
+    log.add("ERROR", f"Error Code 10: no tactic for {network.definition.get_layer(2).name}. In f at g")
+    log.add("ERROR", "something later")
+    error = build_module._failure(network, BuildOptions(), log)
+    label = network.definition.get_layer(2).metadata.strip("[]")
+    assert f"(in {label}): Error Code 10" in str(error)
+    assert "something later" not in str(error)
+
+
+def test_what_others_write_to_stderr_is_passed_on(capfd, caplog) -> None:
+    with caplog.at_level(logging.DEBUG, logger="lowering.tensorrt"), quiet_stderr(), quiet_stderr():
+        os.write(2, b"from another thread\n")
+        os.write(2, b"Internal Error: MyelinCheckException: x\n")
+        with terminal() as bar:
+            bar.write("a bar\n")
+    assert capfd.readouterr().err == "a bar\nfrom another thread\n"
+    assert "MyelinCheckException" in caplog.text
 
 
 def test_options_are_read_from_settings() -> None:
+    from dataclasses import fields
+
     from lowering.settings import Settings
 
-    options = BuildOptions.of(Settings(optimization_level=2, workspace_bytes=1 << 26, progress=False))
+    settings = Settings(optimization_level=2, workspace_bytes=1 << 26, progress=False, timing_cache="t", refit=True)
+    options = BuildOptions.of(settings)
     assert (options.optimization_level, options.workspace_bytes, options.progress) == (2, 1 << 26, False)
-    assert BuildOptions.of(None) == BuildOptions()
+    assert (options.timing_cache, options.refit) == ("t", True)
+    assert BuildOptions.of(None) == BuildOptions() == BuildOptions.of(Settings())
+    assert {f.name for f in fields(BuildOptions)} <= {f.name for f in fields(Settings)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"profiling_verbosity": "loud"}, {"refit": 1}, {"engine_cache": 3}, {"engine_cache_bytes": 0},
+        {"workspace_bytes": 1.5}, {"optimization_level": 6}, {"cuda_graphs": "yes"}, {"threads": True},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)  # fmt: skip
+def test_wrong_settings_are_refused_by_name(wrong: dict) -> None:
+    from lowering.settings import Settings
+
+    with pytest.raises(InputError, match=f"settings.{next(iter(wrong))} is"):
+        Settings(**wrong)
+
+
+@pytest.fixture
+def configured(monkeypatch) -> list:
+    """The `IBuilderConfig`s that were built with."""
+    seen: list = []
+    real = build_module._configure
+
+    def kept(network, config, *arguments):
+        real(network, config, *arguments)
+        seen.append(config)
+
+    monkeypatch.setattr(build_module, "_configure", kept)
+    return seen
+
+
+def test_every_option_reaches_the_builder(configured) -> None:
+    options = BuildOptions(optimization_level=1, workspace_bytes=1 << 26, version_compatible=True)
     assert build_engine(lower(small(), IMAGE), settings=options).data
+    (config,) = configured
+    assert config.builder_optimization_level == 1
+    assert config.get_memory_pool_limit(bindings.trt.MemoryPoolType.WORKSPACE) == 1 << 26
+    assert config.get_flag(bindings.trt.BuilderFlag.VERSION_COMPATIBLE)
+    assert config.get_flag(bindings.trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
+    assert not config.get_flag(bindings.trt.BuilderFlag.REFIT)
+
+
+@pytest.mark.parametrize(("verbosity", "member"), [("names", "LAYER_NAMES_ONLY"), ("none", "NONE")])
+def test_a_quiet_engine_has_the_same_report(configured, verbosity: str, member: str) -> None:
+    loud = build_engine(lower(small(), IMAGE))
+    quiet = build_engine(lower(small(), IMAGE), settings=BuildOptions(profiling_verbosity=verbosity))
+    assert [c.profiling_verbosity.name for c in configured] == ["DETAILED", member, "DETAILED"]
+    assert quiet.report == replace(loud.report, engine_bytes=len(quiet.data))
+
+
+def test_hardware_compatible_is_said_not_to_matter_on_rtx(caplog) -> None:
+    assert build_engine(lower(small(), IMAGE), settings=BuildOptions(hardware_compatible=True), report=False).data
+    assert "hardware_compatible is not used" in caplog.text
 
 
 def test_nothing_goes_to_the_terminal(capfd, caplog) -> None:
@@ -219,6 +317,24 @@ def test_profiles_follow_the_specs() -> None:
     assert network.definition.get_input(0).shape[0] == -1
 
 
+def test_several_profiles_from_a_list_of_batch_ranges() -> None:
+    from lowering import lower_to_trt
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    images = torch.randn(2, 3, 12, 12)
+    lowered = lower_to_trt(model, images, precision="fp32", dynamic_batch=[(1, 1, 2), (4, 8, 16)])
+    (segment,) = lowered.backend_segments()
+    assert [[shape[0] for shape in profile] for profile in segment.backend.inputs[0].profiles] == [
+        [1, 1, 2],
+        [4, 8, 16],
+    ]
+    for rows in (1, 2, 4, 16):
+        image = torch.randn(rows, 3, 12, 12)
+        assert_same([lowered.simulate(image)], eager(model, image))
+    with pytest.raises(InputError, match=r"this segment takes from \(1, .* or from \(4, "):
+        lowered.simulate(torch.randn(3, 3, 12, 12))
+
+
 def test_bad_profile_is_an_error_of_ours() -> None:
     program = aten_program(nn.Conv2d(3, 4, 3), IMAGE, dynamic={0: (1, 8)})
     shapes = {"x0": ((4, 3, 12, 12), (2, 3, 12, 12), (8, 3, 12, 12))}
@@ -255,6 +371,35 @@ def test_interrupt_stops_the_work_and_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_cancellable(work, cancelled)
     assert len(stopped) == 1
+
+
+def test_interrupt_stops_a_real_build_and_the_next_one_works(monkeypatch) -> None:
+    main = threading.get_ident()
+
+    class Bar:
+        """Told of the first phase, it does what Ctrl-C does, and waits until that has arrived."""
+
+        task_ids: tuple[int, ...] = ()
+        interrupted = False
+
+        def add_task(self, name: str, total: int) -> int:
+            if not self.interrupted:
+                Bar.interrupted = True
+                signal.pthread_kill(main, signal.SIGINT)
+                time.sleep(0.2)
+            return 0
+
+        def update(self, task: int, **progress: float) -> None:
+            pass
+
+    network = lower(small(), IMAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "_bar", lambda options: nullcontext(Bar()))
+        patch.setattr(progress_module, "_finished", lambda bar, task: None)
+        with pytest.raises(KeyboardInterrupt):
+            build_engine(network, report=False)
+    assert Bar.interrupted
+    assert build_engine(lower(small(), IMAGE), report=False).data
 
 
 def test_error_in_the_worker_is_raised_here() -> None:

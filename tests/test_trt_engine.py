@@ -1,124 +1,43 @@
-"""The runtime module, driven through a recorded fake of the TensorRT runtime; simulation; artifacts.
+"""The runtime module, driven through a recorded fake of the TensorRT runtime (`trt_fake`); simulation; artifacts.
 
-The fake computes ``y = x * 2`` on the addresses it was given, so a wrong address, size or order shows in the result.
 What only a GPU can show is in the tests marked `gpu`.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import threading
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from trt_checks import aten_program, eager
+from trt_fake import FakeCapturer, FakeEngine, Range, fake_module
 
-from fx_passes.errors import ArtifactError, BackendUnavailableError, BuildError, InputError
-from lowering.trt import runtime
+from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError, LoweringError
+from lowering.trt import bindings, runtime
+from lowering.trt import engine as engine_module
 from lowering.trt.build import build_engine
-from lowering.trt.engine import TrtEngine
+from lowering.trt.engine import EngineFile, TrtEngine
+from lowering.trt.graphs import GraphedRunner
 from lowering.trt.network import build_network
 from lowering.trt.reference import read_network
 from lowering.trt.runtime import EngineRunner
+from lowering.trt.targets import EngineTarget, fitting
 
 CPU = torch.device("cpu")
 STREAM = 4711
-
-
-class FakeContext:
-    def __init__(self, engine: FakeEngine):
-        self.engine, self.calls = engine, []
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.thread = threading.get_ident()
-
-    def _note(self, *call: Any) -> bool:
-        assert threading.get_ident() == self.thread, "a context was used by two threads"
-        self.calls.append(call)
-        return call[0] not in self.engine.refuses
-
-    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-        return self._note("profile", profile, stream)
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shapes[name] = shape
-        return self._note("shape", name, shape)
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        assert address, "a null address"
-        self.addresses[name] = address
-        return self._note("address", name)
-
-    def infer_shapes(self) -> list[str]:
-        self._note("infer")
-        return [name for name in self.engine.inputs if name not in self.shapes]
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        shape = self.shapes[self.engine.inputs[0]]
-        return (-1, *shape[1:]) if self.engine.data_dependent else shape
-
-    def execute_async_v3(self, stream: int) -> bool:
-        done = self._note("run", stream)
-        for source, target in zip(self.engine.inputs, self.engine.outputs, strict=True):
-            count = torch.Size(self.shapes[source]).numel()
-            read = (ctypes.c_float * count).from_address(self.addresses[source])
-            write = (ctypes.c_float * count).from_address(self.addresses[target])
-            for i in range(count):
-                write[i] = read[i] * 2
-        return done
-
-
-class FakeEngine:
-    """Two inputs a and b, two outputs p = 2a and q = 2b, float32, any number of profiles."""
-
-    inputs, outputs = ("a", "b"), ("p", "q")
-
-    def __init__(self, ranges: list[tuple[tuple[int, ...], tuple[int, ...]]]):
-        self.ranges = ranges
-        self.contexts: list[FakeContext] = []
-        self.refuses: set[str] = set()
-        self.data_dependent = False
-        self.num_optimization_profiles = len(ranges)
-
-    def create_execution_context(self) -> FakeContext:
-        self.contexts.append(FakeContext(self))
-        return self.contexts[-1]
-
-    def get_tensor_profile_shape(self, name: str, profile: int) -> tuple:
-        smallest, largest = self.ranges[profile]
-        return smallest, smallest, largest
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        low, high = self.ranges[0]
-        return tuple(a if a == b else -1 for a, b in zip(low, high, strict=True))
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return runtime.trt.float32
 
 
 @pytest.fixture
 def make(monkeypatch):
     """Builds a runner over a fake engine with the given profile ranges."""
 
-    def build(*ranges: tuple[tuple[int, ...], tuple[int, ...]], outputs=("p", "q")) -> tuple[EngineRunner, FakeEngine]:
+    def build(*ranges: Range, outputs=("p", "q"), stream=lambda device: STREAM, **options):
         engine = FakeEngine(list(ranges) or [((1, 3), (4, 3))])
-
-        class Runtime:
-            def __init__(self, logger: Any):
-                pass
-
-            def deserialize_cuda_engine(self, data: bytes) -> FakeEngine | None:
-                return engine if data == b"plan" else None
-
-        class Names:
-            float32 = runtime.trt.float32
-
-        Names.Runtime = Runtime
-        monkeypatch.setattr(runtime, "trt", Names)
-        return EngineRunner(b"plan", ["a", "b"], outputs, CPU, lambda device: STREAM), engine
+        monkeypatch.setattr(runtime, "trt", fake_module(engine, b"plan"))
+        return EngineRunner(b"plan", ["a", "b"], outputs, CPU, stream, **options), engine
 
     return build
 
@@ -226,25 +145,200 @@ def test_each_thread_has_contexts_of_its_own(make) -> None:
     assert len(engine.contexts) == 3
 
 
-@pytest.mark.parametrize("call", ["shape", "address", "run"])
-def test_a_refusal_of_the_runtime_is_an_error(make, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("shape", "refuses the shape of a"),
+        ("address", "refuses the address of a"),
+        ("run", "does not start the run"),
+        ("infer", "cannot infer the sizes of the outputs: shape inference fails"),
+    ],
+)
+def test_a_refusal_of_the_runtime_is_an_error_and_the_next_call_starts_afresh(make, call: str, message: str) -> None:
     runner, engine = make()
     engine.refuses.add(call)
-    with pytest.raises(BuildError, match="TensorRT refuses"):
+    with pytest.raises(LoweringError, match=message):
         runner(torch.ones(2, 3), torch.ones(2, 3))
+    engine.refuses.clear()
+    assert torch.equal(runner(torch.ones(2, 3), torch.ones(2, 3))[0], torch.full((2, 3), 2.0))
+    assert len(engine.contexts) == 2
 
 
-def test_data_dependent_output_size_is_an_error(make) -> None:
+def test_no_execution_context(make) -> None:
     runner, engine = make()
-    engine.data_dependent = True
-    with pytest.raises(BuildError, match="depend on the data"):
+    engine.refuses.add("context")
+    with pytest.raises(BackendUnavailableError, match="no execution context"):
         runner(torch.ones(2, 3), torch.ones(2, 3))
 
 
-def test_engine_that_cannot_be_loaded(make, monkeypatch) -> None:
+def test_output_whose_size_depends_on_the_data(make) -> None:
+    runner, engine = make()
+    engine.data_dependent.add("q")
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    p, q = runner(a, b)
+    assert torch.equal(p, a * 2)
+    assert q.shape == (2, 3)
+    assert torch.equal(q, b[:2] * 2)
+    assert engine.contexts[0].calls[-3:] == [("address", "p"), ("allocator", "q"), ("run", STREAM)]
+    assert runner(a[:1], b[:1])[1].shape == (0, 3)
+
+
+def test_engine_that_cannot_be_loaded_says_what_it_is_and_why(make) -> None:
     make()
-    with pytest.raises(BackendUnavailableError, match="cannot load this engine"):
-        EngineRunner(b"other", ["a", "b"], ["p"], CPU, lambda device: STREAM)
+    with pytest.raises(BackendUnavailableError, match=r"cannot load.*made by another version\n.*RTX 1\.7 \(for 8\.9\)"):
+        EngineRunner(b"other", ["a", "b"], ["p"], CPU, lambda d: STREAM, described="the engine is RTX 1.7 (for 8.9)")
+
+
+def test_native_graphs_are_a_setting_of_the_context(make) -> None:
+    runner, engine = make(native_graphs=True)
+    runner(torch.ones(2, 3), torch.ones(2, 3))
+    assert engine.contexts[0].configuration.cuda_graph_strategy == "WHOLE_GRAPH_CAPTURE"
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphed(make):
+    """A graphed runner, its fake engine, its fake CUDA, and the box that holds the current stream."""
+    stream = [STREAM]
+    runner, engine = make(((1, 3), (2, 3)), ((3, 3), (32, 3)), stream=lambda device: stream[0])
+    capturer = FakeCapturer(engine)
+    return GraphedRunner(runner, capturer), engine, capturer, stream
+
+
+def _ask(run, rows: int) -> None:
+    a, b = torch.randn(rows, 3), torch.randn(rows, 3)
+    p, q = run(a, b)
+    assert torch.equal(p, a * 2)
+    assert torch.equal(q, b * 2)
+
+
+def test_a_graph_is_captured_once_for_each_shape(graphed) -> None:
+    run, engine, capturer, _ = graphed
+    for rows in (2, 5, 2, 5, 2):
+        _ask(run, rows)
+    assert capturer.captures == 2
+    assert capturer.replays == [0, 1, 0, 1, 0]
+    # a context of its own for each graph, in the profile that covers the shape, enqueued on the capturing stream
+    assert [context.current_profile for context in engine.contexts] == [0, 1]
+    assert all(("run", FakeCapturer.SIDE) in context.calls for context in engine.contexts)
+
+
+def test_results_of_a_graph_are_the_callers_own(graphed) -> None:
+    run = graphed[0]
+    first = run(torch.ones(2, 3), torch.ones(2, 3))[0]
+    kept = first.clone()
+    second = run(torch.zeros(2, 3), torch.zeros(2, 3))[0]
+    assert torch.equal(first, kept)
+    assert torch.equal(second, torch.zeros(2, 3))
+
+
+def test_another_stream_drops_the_graphs_after_their_work(graphed) -> None:
+    run, _, capturer, stream = graphed
+    _ask(run, 2)
+    stream[0] = 12
+    _ask(run, 2)
+    assert capturer.captures == 2
+    assert capturer.synchronized == [STREAM]
+
+
+def test_graphs_are_bounded_and_the_oldest_goes(graphed) -> None:
+    run, _, capturer, _ = graphed
+    for rows in range(3, 13):
+        _ask(run, rows)
+    _ask(run, 12)
+    assert capturer.captures == 10
+    _ask(run, 3)
+    assert capturer.captures == 11
+    assert set(capturer.synchronized) == {STREAM}
+
+
+def test_inside_a_capture_of_the_callers_nothing_is_captured(graphed) -> None:
+    run, engine, capturer, _ = graphed
+    capturer.inside = True
+    _ask(run, 2)
+    assert capturer.captures == 0
+    assert ("run", STREAM) in engine.contexts[0].calls
+
+
+def test_data_dependent_sizes_run_without_a_graph(graphed, caplog) -> None:
+    run, engine, capturer, _ = graphed
+    engine.data_dependent.add("q")
+    for _ in range(3):
+        assert run(torch.ones(5, 3), torch.ones(5, 3))[1].shape == (4, 3)
+    assert capturer.captures == 0
+    assert caplog.text.count("without a CUDA graph") == 1
+
+
+def test_a_failed_capture_is_an_error(graphed, monkeypatch) -> None:
+    run, _, capturer, _ = graphed
+
+    def fails(device, record):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(capturer, "capture", fails)
+    with pytest.raises(LoweringError, match=r"cannot be captured.*not permitted when stream is capturing\n.*graphs"):
+        run(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_graphs_check_their_inputs_and_belong_to_a_thread(graphed) -> None:
+    run, _, capturer, _ = graphed
+    with pytest.raises(InputError, match="no optimization profile"):
+        run(torch.ones(40, 3), torch.ones(40, 3))
+    threads = [threading.Thread(target=_ask, args=(run, 2)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert capturer.captures == 2
+
+
+# -- which engine ---------------------------------------------------------------------------------------------------
+
+RTX = EngineTarget("rtx", "1.7.1.116")
+AMPERE = EngineTarget("tensorrt", "10.13.3.9", ("8.0",), "A100")
+LATER = replace(AMPERE, version_compatible=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "machine", "index"),
+    [
+        ([RTX], ("rtx", "1.7.1.116", "8.9", "RTX 4090"), 0),
+        ([RTX, replace(RTX, compute_capabilities=("8.9",))], ("rtx", "1.7.1.116", "8.9", "RTX 4090"), 1),
+        ([RTX, replace(RTX, compute_capabilities=("8.6",))], ("rtx", "1.7.1.116", "8.9", "RTX 4090"), 0),
+        (
+            [replace(AMPERE, gpu="A30"), AMPERE],
+            ("tensorrt", "10.13.3.9", "8.0", "A100"),
+            1,
+        ),
+        ([replace(LATER, hardware_compatible=True)], ("tensorrt", "10.15.0.1", "9.0", "H100"), 0),
+        ([RTX, EngineTarget("tensorrt", "11.4.0.106", ("9.0",), "H100")], ("tensorrt", "11.4.0.106", "9.0", "H100"), 1),
+    ],
+    ids=["only", "specific", "portable", "same-gpu", "compatible", "flavour"],
+)  # fmt: skip
+def test_the_fitting_engine_is_chosen(targets, machine, index: int) -> None:
+    assert fitting(targets, *machine) == index
+
+
+@pytest.mark.parametrize(
+    ("target", "machine"),
+    [
+        (replace(RTX, compute_capabilities=("8.6", "8.9")), ("rtx", "1.7.1.116", "12.0", "RTX 5090")),
+        (RTX, ("rtx", "1.7.1.116", "7.5", "T4")),
+        (RTX, ("rtx", "1.8.0.1", "8.9", "RTX 4090")),
+        (RTX, ("tensorrt", "1.7.1.116", "8.9", "RTX 4090")),
+        (AMPERE, ("tensorrt", "10.13.3.9", "9.0", "H100")),
+        (LATER, ("tensorrt", "11.4.0.1", "8.0", "A100")),
+        (LATER, ("tensorrt", "10.12.0.1", "8.0", "A100")),
+    ],
+    ids=["capability", "turing", "version", "flavour", "gpu", "major", "older"],
+)  # fmt: skip
+def test_where_none_fits_the_error_says_what_there_is_and_what_the_gpu_is(target, machine) -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        fitting([target], *machine)
+    assert str(target) in str(caught.value)
+    assert machine[3] in str(caught.value)
+    assert machine[2] in str(caught.value)
 
 
 # -- the module -----------------------------------------------------------------------------------------------------
@@ -285,14 +379,14 @@ def test_simulate_refuses_what_the_engine_would(engine: TrtEngine, inputs: tuple
 def test_artifact_round_trip(engine: TrtEngine, tmp_path) -> None:
     for name, write in engine.artifact_files("segment_0").items():
         write(tmp_path / name)
-    assert (tmp_path / "segment_0.engine").read_bytes() == engine.data
+    assert (tmp_path / "segment_0.engine").read_bytes() == engine.engines[0].data
     loaded = TrtEngine.from_artifact(tmp_path, "segment_0", engine.artifact_record())
     assert torch.equal(loaded.simulate(IMAGE)[0], engine.simulate(IMAGE)[0])
     assert loaded.inputs == engine.inputs
 
 
 def test_artifact_without_network_cannot_simulate(engine: TrtEngine, tmp_path) -> None:
-    bare = TrtEngine(engine.data, None, engine.inputs, engine.outputs)
+    bare = TrtEngine(engine.engines, None, engine.inputs, engine.outputs)
     files = engine.artifact_files("s", include_network=False)
     assert list(files) == ["s.engine"]
     files["s.engine"](tmp_path / "s.engine")
@@ -316,8 +410,132 @@ def test_copies_share_the_network(engine: TrtEngine) -> None:
     assert torch.equal(twin.simulate(IMAGE)[0], engine.simulate(IMAGE)[0])
 
 
+def test_engines_for_several_gpus_are_one_module(engine: TrtEngine, tmp_path) -> None:
+    other = EngineFile(b"another", replace(engine.engines[0].target, compute_capabilities=("12.0",)))
+    both = TrtEngine([*engine.engines, other], engine.reference, engine.inputs, engine.outputs)
+    for name, write in both.artifact_files("s").items():
+        write(tmp_path / name)
+    assert (tmp_path / "s.1.engine").read_bytes() == b"another"
+    assert TrtEngine.from_artifact(tmp_path, "s", both.artifact_record()).engines == both.engines
+
+
+class FakeCuda:
+    """What `TrtEngine` asks torch about the GPU, on a machine without one."""
+
+    def __init__(self, monkeypatch, capability: tuple[int, int] = (8, 9), name: str = "NVIDIA GeForce RTX 4090"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(bindings, "flavour", lambda: "rtx")
+        self.runners: list[tuple] = []
+        monkeypatch.setattr(engine_module, "EngineRunner", self.runner)
+
+    def runner(self, data, *arguments, **options):
+        self.runners.append((data, options))
+        return object()
+
+
+def test_the_runner_gets_the_engine_for_its_gpu_once(engine: TrtEngine, monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    blackwell = EngineFile(b"12", replace(engine.engines[0].target, compute_capabilities=("12.0",)))
+    ada = EngineFile(b"89", replace(engine.engines[0].target, compute_capabilities=("8.9",)))
+    module = TrtEngine([blackwell, ada], None, engine.inputs, engine.outputs, cuda_graphs=True)
+    device = torch.device("cuda", 0)
+    threads = [threading.Thread(target=module._runner, args=(device,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [data for data, _ in cuda.runners] == [b"89"]
+    assert cuda.runners[0][1]["native_graphs"]
+    assert "for 8.9" in cuda.runners[0][1]["described"]
+    assert "RTX 4090" in cuda.runners[0][1]["described"]
+
+
+def test_no_engine_for_this_gpu(engine: TrtEngine, monkeypatch) -> None:
+    FakeCuda(monkeypatch, (12, 0), "NVIDIA GeForce RTX 5090")
+    ada = EngineFile(b"89", replace(engine.engines[0].target, compute_capabilities=("8.9",)))
+    with pytest.raises(BackendUnavailableError, match=r"RTX 5090 \(compute capability 12\.0\).*\(for 8\.9\)"):
+        TrtEngine([ada], None, engine.inputs, engine.outputs)._runner(torch.device("cuda", 0))
+
+
+def test_several_profiles_from_the_specs_to_the_engine_and_the_simulation(model: nn.Module) -> None:
+    program = aten_program(model, IMAGE, dynamic={0: (1, 16)})
+    shapes = [tuple((n, 3, 12, 12) for n in sizes) for sizes in ((1, 1, 2), (8, 8, 16))]
+    program.inputs = [replace(program.inputs[0], profiles=tuple(shapes))]
+    network = build_network(program, name="n")
+    assert network.profiles == [{"x0": shapes[0]}, {"x0": shapes[1]}]
+    built = build_engine(network)
+    module = TrtEngine(built, read_network(network.definition), program.inputs, program.outputs)
+    for rows in (1, 2, 8):
+        image = torch.randn(rows, 3, 12, 12)
+        torch.testing.assert_close(module.simulate(image), eager(model, image))
+    with pytest.raises(InputError, match=r"\(4, 3, 12, 12\), this segment takes from .* or from"):
+        module.simulate(torch.randn(4, 3, 12, 12))
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device on this machine")
+
+
+def _close(module: TrtEngine, model: nn.Module, image: Tensor) -> None:
+    """The device may multiply in TF32: 10 bits of mantissa."""
+    found = module(image.cuda())[0].cpu()
+    torch.testing.assert_close(found, eager(model, image)[0], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.gpu
-def test_on_a_gpu(engine: TrtEngine, model: nn.Module) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.testing.assert_close(engine(IMAGE.cuda())[0].cpu(), eager(model, IMAGE)[0], rtol=1e-2, atol=1e-2)
+@needs_gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["plain", "graphs"])
+def test_on_a_gpu_at_changing_sizes(engine: TrtEngine, model: nn.Module, cuda_graphs: bool) -> None:
+    module = TrtEngine(engine.engines, None, engine.inputs, engine.outputs, cuda_graphs=cuda_graphs)
+    for rows in (1, 4, 2, 4, 1):
+        _close(module, model, torch.randn(rows, 3, 12, 12))
+    with pytest.raises(InputError, match="no optimization profile"):
+        module(torch.randn(5, 3, 12, 12).cuda())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_on_a_stream_of_the_callers(engine: TrtEngine, model: nn.Module) -> None:
+    image = torch.randn(2, 3, 12, 12)
+    stream = torch.cuda.Stream()
+    on_device = image.cuda()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        (found,) = engine(on_device)
+    stream.synchronize()
+    torch.testing.assert_close(found.cpu(), eager(model, image)[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_from_several_threads(engine: TrtEngine, model: nn.Module) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for rows in (1, 3, 2):
+                    _close(engine, model, torch.randn(rows, 3, 12, 12))
+        except BaseException as error:  # told to the main thread, which fails with it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_non_contiguous_and_empty_and_wrong_inputs(engine: TrtEngine, model: nn.Module) -> None:
+    image = torch.randn(2, 12, 12, 3).permute(0, 3, 1, 2)
+    found = engine(image.cuda())[0].cpu()
+    torch.testing.assert_close(found, eager(model, image)[0], rtol=1e-2, atol=1e-2)
+    with pytest.raises(InputError, match="takes CUDA tensors"):
+        engine(image)
+    with pytest.raises(InputError, match=r"takes torch\.float32"):
+        engine(image.cuda().half())

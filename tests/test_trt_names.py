@@ -1,9 +1,14 @@
-"""Every TensorRT name that the code uses exists: in the installed RTX and in TensorRT 10.13 (its stubs)."""
+"""Every TensorRT name that the code uses exists: in the installed RTX, and in TensorRT 10.13 and 11.4.
+
+The names of the latter two are in tests/data/tensorrt_names.json, which scripts/tensorrt_names writes from the bindings
+themselves; where tensorrt-stubs is installed, it has to agree.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -25,6 +30,23 @@ MEMBERS = {
     "reduce": "ReduceOperation",
     "pool": "PoolingType",
 }
+# Where build, runtime and parser code calls methods of TensorRT's objects: variable -> class.
+RECEIVERS = {
+    "config": "IBuilderConfig",
+    "configuration": "IRuntimeConfig",
+    "builder": "Builder",
+    "profile": "IOptimizationProfile",
+    "context": "IExecutionContext",
+    "_engine": "ICudaEngine",
+    "_runtime": "Runtime",
+    "parser": "OnnxParser",
+    "cache": "ITimingCache",
+    "definition": "INetworkDefinition",
+}
+CALLERS = ("trt/build.py", "trt/runtime.py", "trt/graphs.py", "trt/timing_cache.py", "trt/network.py")
+DATA = json.loads((Path(__file__).parent / "data" / "tensorrt_names.json").read_text(encoding="utf-8"))
+# only RTX is told what to build for; on TensorRT the code path is not reached
+RTX_ONLY = ("ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability")
 
 
 def sources() -> list[Path]:
@@ -40,11 +62,25 @@ def dotted(node: ast.AST) -> list[str] | None:
     return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else None
 
 
+def calls(path: Path) -> set[str]:
+    """`Class.member` for what is read of, set on or called on TensorRT's objects in one file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            value = node.value
+            owner = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", None)
+            if owner in RECEIVERS:
+                found.add(f"{RECEIVERS[owner]}.{node.attr}")
+    return found
+
+
 def used_names() -> tuple[set[str], set[str]]:
     """Dotted TensorRT names in use, and those that are only used where `has(...)` has been asked."""
     used: set[str] = set()
     guarded: set[str] = set()
     for path in sources():
+        if path.as_posix().endswith(CALLERS):
+            used |= calls(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 chain = dotted(node)
@@ -92,19 +128,35 @@ def stub_members() -> dict[str, set[str]]:
 
 def in_stubs(path: str) -> bool:
     owner, _, name = path.rpartition(".")
-    head = path.split(".")[0]
-    if head in ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool") or path.endswith(
-        "__members__"
-    ):
-        return True
     return name in stub_members().get(owner, set())
+
+
+def in_version(path: str, version: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name.startswith("__") or name in DATA[version].get(owner, "").split()
+
+
+def missing(version: str) -> list[str]:
+    used, guarded = used_names()
+    # `has("A.B")` asks for A too, and is asked before a class is used whose existence it implies
+    asked = {name for full in guarded for name in (full, full.split(".")[0])} | {"IRuntimeConfig"}
+    return [n for n in sorted(used) if not in_version(n, version) and not n.startswith((*RTX_ONLY, *asked))]
 
 
 def test_the_scan_sees_what_is_used() -> None:
     used, guarded = used_names()
     assert {"INetworkDefinition.add_convolution_nd", "ElementWiseOperation.SUM", "LayerType.QUANTIZE"} <= used
+    assert {"IExecutionContext.set_output_allocator", "IBuilderConfig.set_timing_cache", "Runtime"} <= used
+    assert {"ICudaEngine.get_tensor_profile_shape", "Builder.build_serialized_network"} <= used
     assert "INetworkDefinition.add_normalization_v2" in guarded
-    assert not in_stubs("INetworkDefinition.add_normalization_v2"), "the stubs are too new for this test to mean much"
+
+
+def test_the_data_can_tell_versions_apart() -> None:
+    old, new = DATA
+    assert in_version("BuilderFlag.FP16", old)
+    assert not in_version("BuilderFlag.FP16", new)
+    assert in_version("INetworkDefinition.add_normalization_v2", new)
+    assert not in_version("INetworkDefinition.add_normalization_v2", old)
 
 
 def test_names_exist_in_the_installed_flavour() -> None:
@@ -119,9 +171,15 @@ def test_names_exist_in_the_installed_flavour() -> None:
     assert [name for name in sorted(used_names()[0]) if not exists(name)] == []
 
 
-def test_names_exist_in_tensorrt_10_13() -> None:
-    used, guarded = used_names()
-    # only RTX is told what to build for; on TensorRT the code path is not reached
-    rtx_only = {"ComputeCapability"}
-    missing = [n for n in sorted(used - guarded) if not in_stubs(n) and n.split(".")[0] not in rtx_only]
-    assert missing == []
+@pytest.mark.parametrize("version", list(DATA))
+def test_names_exist_in_tensorrt(version: str) -> None:
+    assert missing(version) == []
+
+
+def test_the_data_agrees_with_the_stubs() -> None:
+    """Two sources for 10.13: what the bindings say of themselves, and the stubs that others wrote for them."""
+    (version,) = (v for v in DATA if v.startswith("10.13"))
+    used = [name for name in used_names()[0] if not name.split(".")[-1].startswith("__")]
+    used = [name for name in used if name.count(".") == 1 and in_version(name, version)]
+    assert len(used) > 100
+    assert [name for name in sorted(used) if not in_stubs(name)] == []

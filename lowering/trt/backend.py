@@ -87,7 +87,8 @@ class TensorRTBackend:
             float_twin=twin,
             compare=compare,
         )
-        install(parts.glue, name, TrtEngine(engine, reference, program.inputs, program.outputs), program)
+        runs = TrtEngine(engine, reference, program.inputs, program.outputs, cuda_graphs=self.settings.cuda_graphs)
+        install(parts.glue, name, runs, program)
         return info
 
     def _compare(self, program: AtenProgram, name: str) -> dict[str, Any]:
@@ -103,8 +104,11 @@ class TensorRTBackend:
 
         _, network = self._defined.pop(id(program), (program, None))
         network = network or self._define(program, name)
-        engine = build_engine(network, compute_capabilities=self.capabilities, settings=self.settings)
-        return engine, read_network(network.definition)
+        reference = read_network(network.definition)
+        engine = build_engine(
+            network, compute_capabilities=self.capabilities, settings=self.settings, reference=reference
+        )
+        return engine, reference
 
     def _define(self, program: AtenProgram, name: str) -> Network:
         from lowering.trt.network import build_network

@@ -31,6 +31,7 @@ __all__ = [
     "collect_log",
     "flavour",
     "has",
+    "loaded",
     "logger",
     "torch_dtype",
     "trt",
@@ -94,7 +95,7 @@ def use_flavour(name: str | None) -> None:
     if name is not None:
         if name not in FLAVOURS:
             raise BackendUnavailableError(f"unknown TensorRT flavour '{name}'", hint=f"one of {', '.join(FLAVOURS)}")
-        if _module.cache_info().currsize and name != flavour():
+        if loaded() and name != flavour():
             raise BackendUnavailableError(
                 f"TensorRT flavour '{flavour()}' is already loaded in this process", hint="start a new process"
             )
@@ -105,6 +106,11 @@ def use_flavour(name: str | None) -> None:
 @cache
 def _module() -> ModuleType:
     return _load(flavour())
+
+
+def loaded() -> bool:
+    """Whether a TensorRT package has been imported through `trt`, which fixes the flavour of the process."""
+    return _module.cache_info().currsize > 0
 
 
 class _LazyModule:

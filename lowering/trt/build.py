@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from fx_passes.errors import BackendUnavailableError, BuildError, InputError
-from lowering.trt.bindings import BuilderLog, collect_log, has, trt
+import torch
+
+from fx_passes.errors import BuildError, InputError
+from lowering.trt.bindings import BuilderLog, collect_log, has, trt, version
+from lowering.trt.cache import EngineCache, engine_key
 from lowering.trt.capabilities import offered, resolve_capabilities
 from lowering.trt.layers import LayerReport, layer_report
 from lowering.trt.network import Network, build_network
 from lowering.trt.progress import progress_monitor, run_cancellable, wants_bar
+from lowering.trt.targets import EngineTarget
+from lowering.trt.terminal import quiet_stderr, terminal
+from lowering.trt.timing_cache import keep_timings, use_timings
+
+if TYPE_CHECKING:
+    from lowering.trt.reference import ReferenceNetwork
 
 __all__ = ["BuildOptions", "Engine", "build_engine"]
 
 
+_log = logging.getLogger("lowering.tensorrt")
+_VERBOSITY = {"detailed": "DETAILED", "names": "LAYER_NAMES_ONLY", "none": "NONE"}
+
+
 @dataclass(frozen=True)
 class BuildOptions:
-    """What the builder can be told.
-
-    Args:
-        optimization_level: 0 to 5; None: the builder's own.
-        workspace_bytes: upper limit of scratch memory in bytes; None: the builder's own.
-        version_compatible: the engine may be run by later TensorRT versions of the same major number.
-        hardware_compatible: the engine runs on Ampere and newer GPUs (TensorRT; RTX engines are portable anyway).
-        strip_weights: leave out weights that a refit can restore.
-        refit: allow the weights to be replaced later.
-        progress: show a bar; None: on a terminal only.
-    """
+    """What the builder can be told; `lowering.Settings` has the same fields and says what they mean."""
 
     optimization_level: int | None = None
     workspace_bytes: int | None = None
@@ -38,6 +43,10 @@ class BuildOptions:
     hardware_compatible: bool = False
     strip_weights: bool = False
     refit: bool = False
+    profiling_verbosity: str = "detailed"
+    timing_cache: str | os.PathLike[str] | None = None
+    engine_cache: str | os.PathLike[str] | None = None
+    engine_cache_bytes: int | None = 4 << 30
     progress: bool | None = None
 
     @classmethod
@@ -48,6 +57,11 @@ class BuildOptions:
         options: dict[str, Any] = {f.name: getattr(settings, f.name, f.default) for f in fields(cls)}
         return cls(**options)
 
+    def for_key(self) -> dict[str, Any]:
+        """Those that the engine's bytes depend on."""
+        aside = ("timing_cache", "engine_cache", "engine_cache_bytes", "progress")
+        return {key: value for key, value in asdict(self).items() if key not in aside}
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -56,20 +70,32 @@ class Engine:
     Attributes:
         data: the bytes of the engine file.
         report: its kernels and bytes.
-        compute_capabilities: what it was built for; None: portable (RTX), or this machine's GPU (TensorRT).
-        log: everything TensorRT said while building.
+        target: what it was built with and for.
+        log: everything TensorRT said while building; empty if the engine comes from the cache.
+        cached: whether it comes from the engine cache.
     """
 
     data: bytes
     report: LayerReport
-    compute_capabilities: tuple[str, ...] | None
-    log: BuilderLog
+    target: EngineTarget
+    log: BuilderLog = field(default_factory=BuilderLog)
+    cached: bool = False
+
+    @property
+    def compute_capabilities(self) -> tuple[str, ...] | None:
+        """What it was built for; None: portable (RTX)."""
+        return self.target.compute_capabilities
 
 
 def build_engine(
-    network: Network, *, compute_capabilities: Any = None, settings: Any = None, report: bool = True
+    network: Network,
+    *,
+    compute_capabilities: Any = None,
+    settings: Any = None,
+    report: bool = True,
+    reference: ReferenceNetwork | None = None,
 ) -> Engine:
-    """Build the engine of a network.
+    """Build the engine of a network, or take it from the engine cache.
 
     Args:
         network: from `build_network`.
@@ -77,6 +103,7 @@ def build_engine(
         settings: a `BuildOptions`, a `lowering.Settings` or None.
         report: a dynamic network is built a second time, static at its opt shape, to count the bytes it moves; False
             leaves that out (`activation_bytes` then counts free dimensions as 1).
+        reference: the network read back, if that has been done: the cache's key is made from it.
 
     Raises:
         BuildError: TensorRT gives no engine; the text is the first error of its log and names the layer.
@@ -85,13 +112,53 @@ def build_engine(
     """
     options = BuildOptions.of(settings)
     capabilities = _check_capabilities(network, compute_capabilities)
+    target = _target(network, capabilities, options)
+    if options.engine_cache is None:
+        return _built(network, capabilities, options, target, report)
+    kept = EngineCache(options.engine_cache, options.engine_cache_bytes)
+    key = _key(network, options, target, report, reference)
+    found = kept.get(key)
+    if found is not None:
+        data, record = found
+        return Engine(data, LayerReport(**record), target, cached=True)
+    engine = _built(network, capabilities, options, target, report)
+    kept.put(key, engine.data, engine.report.as_dict())
+    return engine
+
+
+def _built(
+    network: Network, capabilities: tuple[str, ...] | None, options: BuildOptions, target: EngineTarget, report: bool
+) -> Engine:
     data, log = _build(network, capabilities, options)
-    opt_log = None
+    listing, opt_log = log, None
+    detailed = replace(options, profiling_verbosity="detailed")
+    if report and options != detailed:
+        listing = _build(network, capabilities, detailed)[1]
     if report and network.profiles and network.program is not None:
         static = build_network(network.program, name=network.name, static_at=network.profiles[0])
-        opt_log = _build(static, capabilities, options)[1].text
-    layers = layer_report(log.text, len(data), opt_log, capabilities)
-    return Engine(data, layers, capabilities, log)
+        opt_log = _build(static, capabilities, detailed)[1].text
+    layers = layer_report(listing.text, len(data), opt_log, target.compute_capabilities)
+    return Engine(data, layers, target, log)
+
+
+def _target(network: Network, capabilities: tuple[str, ...] | None, options: BuildOptions) -> EngineTarget:
+    gpu = None
+    if network.flavour != "rtx":  # built for the GPU of this machine
+        gpu = torch.cuda.get_device_name()
+        capabilities = capabilities or ("{}.{}".format(*torch.cuda.get_device_capability()),)
+    compatible = options.hardware_compatible and network.flavour != "rtx"
+    return EngineTarget(network.flavour, version(), capabilities, gpu, options.version_compatible, compatible)
+
+
+def _key(
+    network: Network, options: BuildOptions, target: EngineTarget, report: bool, reference: ReferenceNetwork | None
+) -> str:
+    from lowering.trt.reference import read_network
+
+    record = (reference or read_network(network.definition)).record
+    profiles = [{name: [list(size) for size in sizes] for name, sizes in p.items()} for p in network.profiles]
+    build = {"target": asdict(target), "options": options.for_key(), "profiles": profiles, "report": report}
+    return engine_key(record, **build)
 
 
 def _check_capabilities(network: Network, wanted: Any) -> tuple[str, ...] | None:
@@ -111,24 +178,31 @@ def _build(network: Network, capabilities: Sequence[str] | None, options: BuildO
     config = network.builder.create_builder_config()
     with collect_log(log):
         _configure(network, config, capabilities, options, log)
+    timings = options.timing_cache if network.flavour != "rtx" else None
+    if timings is not None:
+        use_timings(config, timings)
 
     def work() -> bytes | None:
         with collect_log(log):
             plan = network.builder.build_serialized_network(network.definition, config)
         return None if plan is None else bytes(plan)
 
-    with _bar(options) as bar:
+    with quiet_stderr(), _bar(options) as bar:
         config.progress_monitor = progress_monitor(cancelled, bar)
         data = run_cancellable(work, cancelled)
     if data is None:
-        raise _failure(network, log)
+        raise _failure(network, options, log)
+    if timings is not None:
+        keep_timings(config, timings)
     return data, log
 
 
 def _configure(
     network: Network, config: Any, capabilities: Sequence[str] | None, options: BuildOptions, log: BuilderLog
 ) -> None:
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.profiling_verbosity = getattr(trt.ProfilingVerbosity, _VERBOSITY[options.profiling_verbosity])
+    if network.flavour == "rtx":
+        _say_what_rtx_ignores(options)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.workspace_bytes is not None:
@@ -154,6 +228,13 @@ def _configure(
         raise BuildError(f"TensorRT refuses a build setting: {log.errors[0].strip()}")
 
 
+def _say_what_rtx_ignores(options: BuildOptions) -> None:
+    if options.timing_cache is not None:
+        _log.warning("settings.timing_cache is not used: TensorRT-RTX measures nothing while it builds")
+    if options.hardware_compatible:
+        _log.warning("settings.hardware_compatible is not used: a TensorRT-RTX engine is portable if it has no list")
+
+
 def _add_profiles(network: Network, config: Any, log: BuilderLog) -> None:
     for index, shapes in enumerate(network.profiles):
         profile = network.builder.create_optimization_profile()
@@ -166,16 +247,16 @@ def _add_profiles(network: Network, config: Any, log: BuilderLog) -> None:
             )
 
 
-def _failure(network: Network, log: BuilderLog) -> BuildError | BackendUnavailableError:
+def _failure(network: Network, options: BuildOptions, log: BuilderLog) -> BuildError:
     text = log.errors[0].strip() if log.errors else "no reason given"
     definition = network.definition
     layers = (definition.get_layer(i) for i in range(definition.num_layers))
     named = list(dict.fromkeys(layer.metadata.strip("[]") for layer in layers if layer.name in text))
     where = f" (in {', '.join(named[:3])})" if named else ""
-    return BuildError(
-        f"TensorRT gives no engine for network '{network.name}'{where}: {text}",
-        hint="the whole log is at DEBUG level of the logger 'lowering.tensorrt'",
-    )
+    hint = "the whole log is at DEBUG level of the logger 'lowering.tensorrt'"
+    if (options.refit or options.strip_weights) and not torch.cuda.is_available():
+        hint = f"refit and strip_weights need a CUDA driver on the building machine, and there is none; {hint}"
+    return BuildError(f"TensorRT gives no engine for network '{network.name}'{where}: {text}", hint=hint)
 
 
 @contextmanager
@@ -186,5 +267,5 @@ def _bar(options: BuildOptions) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with terminal() as file, Progress(console=Console(file=file), transient=True) as bar:
         yield bar

@@ -42,10 +42,13 @@ def progress_monitor(cancelled: threading.Event, bar: Any = None) -> Any:
 
         def phase_finish(self, phase_name: str) -> None:
             if bar is not None and phase_name in self._tasks:
-                task = self._tasks.pop(phase_name)
-                bar.update(task, completed=bar.tasks[bar.task_ids.index(task)].total)
+                _finished(bar, self._tasks.pop(phase_name))
 
     return Monitor()
+
+
+def _finished(bar: Any, task: Any) -> None:
+    bar.update(task, completed=bar.tasks[bar.task_ids.index(task)].total)
 
 
 def run_cancellable(work: Callable[[], Any], cancelled: threading.Event) -> Any:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from fx_passes.errors import ArtifactError
 from lowering.trt.reference.records import Attribute, LayerRecord, NetworkRecord, TensorRecord
 
-__all__ = ["FORMAT", "STRUCTURE", "WEIGHTS", "load", "save"]
+__all__ = ["FORMAT", "STRUCTURE", "WEIGHTS", "load", "parts", "read", "save"]
 
 FORMAT = 1
 STRUCTURE = "network.json"
@@ -27,26 +28,34 @@ WEIGHTS = "network.safetensors"
 
 
 def save(record: NetworkRecord, folder: str | Path) -> None:
-    """Writes a record; weights with equal content are stored once.
-
-    Args:
-        record: the network.
-        folder: made if it does not exist. Each file is written under a temporary name and renamed.
+    """Writes a record as `network.json` and `network.safetensors` into a folder, which is made if it does not exist.
 
     Raises:
         ArtifactError: the folder can't be written.
     """
-    from safetensors.torch import save_file
-
     path = Path(folder)
-    weights, renamed = _deduplicated(record.weights)
-    structure = json.dumps(_to_json(record, renamed), indent=1, allow_nan=False)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _replace(path / STRUCTURE, lambda temporary: temporary.write_text(structure, encoding="utf-8"))
-        _replace(path / WEIGHTS, lambda temporary: save_file(weights, temporary))
+        for name, write in parts(record).items():
+            _replace(path / name, write)
     except OSError as error:
         raise ArtifactError(f"the network can't be written to {path}: {error}", hint="choose another folder") from error
+
+
+def parts(record: NetworkRecord) -> dict[str, Callable[[Path], object]]:
+    """The two files of a record, each with the function that writes it; weights with equal content are stored once."""
+    deduplicated = cache(lambda: _deduplicated(record.weights))
+
+    def structure(path: Path) -> None:
+        text = json.dumps(_to_json(record, deduplicated()[1]), indent=1, allow_nan=False)
+        path.write_text(text, encoding="utf-8")
+
+    def weights(path: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file(deduplicated()[0], path)
+
+    return {STRUCTURE: structure, WEIGHTS: weights}
 
 
 def load(folder: str | Path) -> NetworkRecord:
@@ -55,21 +64,31 @@ def load(folder: str | Path) -> NetworkRecord:
     Raises:
         ArtifactError: a file is missing, truncated, or not a network of this format.
     """
+    return read(Path(folder) / STRUCTURE, Path(folder) / WEIGHTS)
+
+
+def read(structure: Path, weights: Path) -> NetworkRecord:
+    """Reads a record from its two files, whatever they are called.
+
+    Raises:
+        ArtifactError: as `load`.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(folder)
     try:
-        data = json.loads((path / STRUCTURE).read_text(encoding="utf-8"))
-        weights = load_file(path / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ArtifactError(f"no readable network in {path}: {error}", hint="save the network again") from error
+        data = json.loads(structure.read_text(encoding="utf-8"))
+        tensors = load_file(weights)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise ArtifactError(
+            f"no readable network in {structure.name} and {weights.name}: {error}", hint="save the network again"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ArtifactError(f"{path / STRUCTURE} is not a network of format {FORMAT}")
+        raise ArtifactError(f"{structure.name} is not a network of format {FORMAT}")
     try:
-        return _from_json(data, weights)
+        return _from_json(data, tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"{path / STRUCTURE} is damaged: {error!r}", hint="save the network again") from error
+        raise ArtifactError(f"{structure.name} is damaged: {error!r}", hint="save the network again") from error
 
 
 def _replace(target: Path, write: Callable[[Path], object]) -> None:
