@@ -224,14 +224,11 @@ def test_dry_run_goes_on_after_a_failure() -> None:
     ("program", "inputs", "reason"),
     [
         (lambda x: x.double() * 2, (IMAGE,), "float64"),
-        (lambda x: x & 3, (torch.arange(4),), "bitwise operations on bool only"),
-        (lambda x: x[x > 0], (torch.randn(4),), ""),
+        (lambda x, y: x & y, (torch.arange(4),) * 2, "bitwise operations on bool only"),
+        (lambda x: x[x > 0], (torch.randn(4),), "boolean-mask selection depends on the data"),
         (lambda x: F.max_pool2d(x, 2), (torch.ones(1, 1, 4, 4, dtype=torch.int64),), "pools floats only"),
-        (lambda x: torch.sort(x, stable=True), (torch.randn(4),), "order of equal elements"),
         (lambda x: x.topk(4000), (torch.randn(5000),), "at most 3840"),
         (lambda x: x.view(2, 3, 2, 2, 3, 1, 1, 1, 12), (IMAGE,), "9 dimensions"),
-        (lambda x, y: x @ y, (torch.ones(2, 2, dtype=torch.int64),) * 2, "float matrices only"),
-        (lambda x: x.index_put((torch.tensor([0]),), torch.ones(()), accumulate=True), (torch.randn(3),), "adding up"),
         (lambda x: F.dropout(x, 0.5, True), (IMAGE,), "random"),
     ],
     ids=[
@@ -239,11 +236,8 @@ def test_dry_run_goes_on_after_a_failure() -> None:
         "bitwise_int",
         "mask",
         "int_pool",
-        "stable",
         "topk",
         "rank_9",
-        "int_matmul",
-        "accumulate",
         "dropout",
     ],
 )
