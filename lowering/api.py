@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from fx_passes.errors import InputError
 from lowering.inputs import CalibrationData, Example, example_for, shape_range
 from lowering.module import LoweredModule
 from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
+
+if TYPE_CHECKING:
+    from fx_passes.quantize.qconfig import QConfig
 
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
@@ -31,6 +35,7 @@ def lower_to_trt(
     compute_capabilities: Iterable[str | float] | str | None = None,
     dynamic_batch: DynamicBatch = None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
+    qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
     settings: Settings | dict[str, Any] | None = None,
 ) -> LoweredModule:
     """Lower a model to TensorRT engines, with its wrapped post-processing as Python calls between them.
@@ -47,6 +52,8 @@ def lower_to_trt(
         dynamic_batch: (min, opt, max) for dimension 0 of every input that has the example's batch size; or a list of
             them, one for each optimization profile: the engine is optimised for every opt.
         dynamic_shapes: other dynamic dimensions, as `torch.export` takes them.
+        qconfig: with "int8" and "auto", what to quantize otherwise, and where: a `QConfig`, its dict, or the path of a
+            TOML or JSON file. None: what the target wants.
         settings: a `lowering.Settings` or a dict of its fields.
 
     Returns:
@@ -68,7 +75,8 @@ def lower_to_trt(
 
     options = _options(precision, settings, float_type="fp16")
     backend = TensorRTBackend(precision, compute_capabilities, options)
-    return _lower(model, example_inputs, backend, precision, calibration, dynamic_batch, dynamic_shapes, options)
+    shapes = (dynamic_batch, dynamic_shapes)
+    return _lower(model, example_inputs, backend, precision, calibration, shapes, qconfig, options)
 
 
 def lower_to_onnx(
@@ -80,13 +88,15 @@ def lower_to_onnx(
     runtime: str = "auto",
     dynamic_batch: DynamicBatch = None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
+    qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
     settings: Settings | dict[str, Any] | None = None,
 ) -> LoweredModule:
     """Lower a model to ONNX files and sessions that run them.
 
     Args:
-        model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, settings: as in `lower_to_trt`;
-            with "int8" the rest is fp32 by default. "auto" measures int8 and float and keeps the faster.
+        model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, qconfig, settings: as in
+            `lower_to_trt`; with "int8" the rest is fp32 by default. "auto" measures int8 and float and keeps the
+            faster.
         runtime: "onnxruntime" (uint8 activations, for the CPU), "tensorrt" (a Q/DQ file with TensorRT's scheme and
             placement for `trtexec`, which ONNX Runtime also runs), or "auto", which is "onnxruntime".
 
@@ -110,7 +120,8 @@ def lower_to_onnx(
         raise InputError(f"runtime is {runtime!r}", hint=f"use one of {', '.join(RUNTIMES)}")
     options = _options(precision, settings, float_type="fp32")
     backend = OnnxBackend(precision, "onnxruntime" if runtime == "auto" else runtime, options)
-    return _lower(model, example_inputs, backend, precision, calibration, dynamic_batch, dynamic_shapes, options)
+    shapes = (dynamic_batch, dynamic_shapes)
+    return _lower(model, example_inputs, backend, precision, calibration, shapes, qconfig, options)
 
 
 def _lower(
@@ -119,8 +130,8 @@ def _lower(
     backend: Any,
     precision: str,
     calibration: Iterable[Any] | None,
-    dynamic_batch: DynamicBatch,
-    dynamic_shapes: Any,
+    dynamic: tuple[DynamicBatch, Any],
+    qconfig: Any,
     settings: Settings,
 ) -> LoweredModule:
     """The pipeline shared by all backends, which differ in placement target, in what they take and what they build."""
@@ -132,9 +143,9 @@ def _lower(
         raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
     data = CalibrationData(calibration, settings.kept_batches)
     example = example_for(model, example_inputs, data)
-    sizes = shape_range(model, example, dynamic_batch, dynamic_shapes)
+    sizes = shape_range(model, example, *dynamic)
     with _collector_paused():
-        graph: GraphModule = captured(model, sizes, backend.target, precision, data, settings)
+        graph: GraphModule = captured(model, sizes, backend.target, precision, data, qconfig, settings)
         parts = segmented(graph, sizes, settings, backend.unsupported)
         infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
     lowered = LoweredModule(parts.glue, infos, parts.fallbacks, gather(backend, parts, precision, settings))

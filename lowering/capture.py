@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-from fx_passes.errors import StageError
+from fx_passes.errors import InputError, StageError
 
 if TYPE_CHECKING:
     from lowering.inputs import CalibrationData, ShapeRange
@@ -20,11 +20,18 @@ __all__ = ["captured"]
 
 
 def captured(
-    model: nn.Module, sizes: ShapeRange, target: str, precision: str, data: CalibrationData, settings: Settings
+    model: nn.Module,
+    sizes: ShapeRange,
+    target: str,
+    precision: str,
+    data: CalibrationData,
+    qconfig: Any,
+    settings: Settings,
 ) -> GraphModule:
     """The model as a fused graph; for int8 and "auto" converted for `target`. Stages already passed are skipped.
 
     Raises:
+        InputError: there is a quantization configuration that nothing would read.
         StageError: the graph was traced in train mode, converted for another target, or is int8 already while a
             float precision is asked for.
         CalibrationError: there is nothing to calibrate on, or a tensor's values give no range.
@@ -32,10 +39,16 @@ def captured(
     from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
     from fx_passes.quantize.calibrate import calibrate
 
+    if qconfig is not None and precision not in ("int8", "auto"):
+        raise InputError(f"qconfig is given with precision={precision!r}", hint="it is for precision='int8' or 'auto'")
     progress = sys.stderr.isatty() if settings.progress is None else settings.progress
     stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
     if stage in ("prepared", "prepared_qat", "converted"):
         assert isinstance(model, GraphModule)
+        if qconfig is not None:
+            raise StageError(
+                f"qconfig is given for a graph that is already {stage}", hint="give it to prepare_calibration_fx"
+            )
         _check_target(model, target, precision)
         if stage == "prepared" and data:
             model = copy.deepcopy(model)
@@ -46,7 +59,7 @@ def captured(
     fused = fuse_fx(model, sizes.export.inputs(), varying=varying)
     if precision not in ("int8", "auto"):
         return fused
-    prepared = prepare_calibration_fx(fused, inputs, target=target)
+    prepared = prepare_calibration_fx(fused, inputs, target=target, qconfig=qconfig)
     if not data:
         warnings.warn(
             "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
