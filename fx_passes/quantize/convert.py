@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,16 +20,17 @@ from fx_passes.quantize.channels import bias_shift, keeps_channels, keeps_mean
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
 from fx_passes.quantize.insertion import insertion_point
 from fx_passes.quantize.layer import Layer, layer_of
+from fx_passes.quantize.learned_rounding import RoundedLayer, learn_rounding
 from fx_passes.quantize.pairs import highest_integers
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, affine_qparams, target_scheme
 from fx_passes.quantize.smooth import smooth
 from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
-__all__ = ["convert_fx", "float_reference"]
+__all__ = ["convert_fx", "float_reference", "without_observers"]
 
 
-def convert_fx(prepared: GraphModule) -> GraphModule:
+def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, progress: bool = False) -> GraphModule:
     """Replace observers by quantize-dequantize pairs, and float weights by int8 ones.
 
     A layer at `<path>` becomes `function(dequantize(quantize(x)), dequantize(<path>.weight), <path>.bias)` with
@@ -38,12 +40,16 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
     Args:
         prepared: from `prepare_calibration_fx`, after calibration, or from `prepare_qat_fx`, after training. It stays
             as it is.
+        batches: to learn the rounding of weights on, where the configuration asks for `rounding="learned"`: those that
+            were calibrated on. Not read otherwise.
+        progress: show a progress bar while learning.
 
     Returns:
         A GraphModule that runs in PyTorch and gives the numbers of the lowered model (where its float part is fp32).
 
     Raises:
-        StageError: not a prepared module, or one that saw no data.
+        StageError: not a prepared module, or one that saw no data; or rounding is to be learned and there are no
+            batches.
         QuantizationError: nothing in the model can be quantized for its target; the message says why.
 
     Example:
@@ -55,7 +61,7 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
     """
     stage = prepared.meta.get("stage") if isinstance(prepared, GraphModule) else None
     if stage == "prepared":
-        gm, found = _without_observers(prepared)
+        gm, found = without_observers(prepared)
     elif stage == "prepared_qat":
         from fx_passes.quantize.qat_convert import without_fake_quantization
 
@@ -70,10 +76,24 @@ def convert_fx(prepared: GraphModule) -> GraphModule:
             f"nothing in this model can be quantized for {gm.meta['target']!r}: {_reasons(gm.graph)}",
             hint="lower it with precision='fp16' or 'fp32', or relax the quantization configuration",
         )
-    _Conversion(gm, found).run()
+    learned = [node for node in gm.graph.nodes if (a := annotation_of(node)) is not None and a.learn_rounding]
+    if learned and batches is None:
+        raise StageError(
+            "the rounding of weights is to be learned, from batches that are not there",
+            node=learned[0],
+            hint="pass the calibration batches: convert_fx(prepared, batches)",
+        )
+    reference = copy_graph_module(gm) if learned else gm
+    conversion = _Conversion(gm, found)
+    conversion.run()
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "converted"
+    if learned and batches is not None:
+        rounded = [item for item in conversion.rounded if item.name in {node.name for node in learned}]
+        gm.meta["rounding_report"] = learn_rounding(
+            gm, reference, rounded, conversion.scheme, batches, progress=progress
+        )
     return gm
 
 
@@ -88,14 +108,14 @@ def float_reference(prepared: GraphModule) -> GraphModule:
     """
     if prepared.meta.get("stage") != "prepared":
         raise StageError("there is no calibrated module", hint="call prepare_calibration_fx and calibrate first")
-    gm, _ = _without_observers(prepared)
+    gm, _ = without_observers(prepared)
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "fused"
     return gm
 
 
-def _without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
+def without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
     """The annotated float graph, smoothed where that is asked for, and what its observers found."""
     gm = copy_graph_module(prepared)
     observers = observers_of(gm)
@@ -173,6 +193,7 @@ class _Conversion:
         self.scheme: TargetScheme = target_scheme(gm.meta["target"])
         self.layers: dict[Node, Layer] = {}
         self.informative: dict[str, Tensor] = {}  # buffers that no node reads
+        self.rounded: list[RoundedLayer] = []
 
     def run(self) -> None:
         for value in quantized_values(self.graph):
@@ -246,14 +267,36 @@ class _Conversion:
 
     def _replace(self, node: Node, layer: Layer, weight: _Stored) -> None:
         """Make `node` the functional form of `layer`, in place: it keeps its name."""
-        layer = self._corrected(node, layer, weight)
+        original, layer = layer, self._corrected(node, layer, weight)
         path = self._storage_path(layer)
         self._make_plain(path)
         with self.graph.inserting_before(node):
             activation = self._padded(node, layer)
             dequantized = self._weight(node, path, weight)
             bias = self._bias(node, path, layer, weight)
+        self._record(node, original, path, weight, bias)
         node.args, node.kwargs = (activation, dequantized, bias, *layer.options), {}
+
+    def _record(self, node: Node, layer: Layer, path: str, weight: _Stored, bias: Node | None) -> None:
+        """Note what may be rounded otherwise: the weight of `node`, if no other layer has it, too."""
+        annotation, key = annotation_of(node), _weight_key(node, layer)
+        assert annotation is not None and annotation.weight is not None
+        if sum(_weight_key(other, its) == key for other, its in self.layers.items()) > 1:
+            return
+        stored = bias.all_input_nodes[0] if bias is not None and bias.op != "get_attr" else bias
+        self.rounded.append(
+            RoundedLayer(
+                name=node.name,
+                layer=layer,
+                integers=_join(path, "weight"),
+                bias=str(stored.target) if stored is not None and annotation.correct_bias else None,
+                scale=weight.scale,
+                axis=weight.axis,
+                input_scale=self._integer_bias_input(layer) if bias is not None else None,
+                pairs=LayerScale.for_layer(layer, self.scheme, annotation.weight, annotation.weight_method).pairs,
+                highest=self.highest.get(_unpadded(layer.input)),
+            )
+        )
 
     def _corrected(self, node: Node, layer: Layer, weight: _Stored) -> Layer:
         """The layer with a bias that takes back what rounding the weight does to its mean output."""
