@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -45,7 +46,7 @@ def decomposed(node: Node) -> GraphModule | None:
 
     before = _guards(node)
     try:
-        with torch.backends.mkldnn.flags(enabled=False):  # else a recurrent layer becomes one call of that library
+        with _without_mkldnn():
             traced = make_fx(dispatch_functionalize(call), decomposition_table=_table())
             parts = traced(*(n.meta["val"] for n in inputs))
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):
@@ -59,6 +60,17 @@ def decomposed(node: Node) -> GraphModule | None:
             if key in node.meta:
                 inner.meta[key] = node.meta[key]
     return parts
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Else a recurrent layer becomes one call of that library."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @cache

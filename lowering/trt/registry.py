@@ -73,9 +73,13 @@ def _load_all() -> None:
 
 
 def converter_for(target: Any) -> Converter | None:
-    """The converter of an aten overload, or None."""
+    """The converter of an aten overload, or None. `permute_copy` and its like are, without aliases, `permute`."""
     _load_all()
-    return _REGISTRY.get(target)
+    found = _REGISTRY.get(target)
+    if found is None and isinstance(target, torch._ops.OpOverload) and target._opname.endswith("_copy"):
+        viewing = getattr(torch.ops.aten, target._opname.removesuffix("_copy"), None)
+        found = _REGISTRY.get(getattr(viewing, target._overloadname, None))
+    return found
 
 
 def all_converters() -> dict[Any, Converter]:

@@ -11,6 +11,7 @@ from lowering.trt.net import Net, Tensor, Value
 from lowering.trt.registry import converts
 
 aten = torch.ops.aten
+_INTEGER_PRODUCTS = 1 << 24  # written out at most
 
 
 def _floats(result) -> str | None:
@@ -28,26 +29,44 @@ def linear(net: Net, x: Value, weight: Value, bias: Value = None) -> Tensor:
     return y if bias is None else net.sum(y, bias)
 
 
-@converts(aten.matmul.default, check=_floats)
+def _floats_or_few(x, result, other=None, mat2=None, vec=None) -> str | None:
+    if result.dtype.is_floating_point:
+        return None
+    depth = x.shape[-1] if x.dim() else 1
+    count = result.numel() * depth
+    if isinstance(count, int) and count <= _INTEGER_PRODUCTS:
+        return None
+    return "TensorRT multiplies float matrices only, and this one of integers is too large to be written as products"
+
+
+def _product(net: Net, a: Value, b: Value) -> Tensor:
+    """Matrix product; of integers as products and a sum."""
+    dtype = net.result.dtype
+    if dtype.is_floating_point:
+        return net.matmul(a, b)
+    return net.reduce("SUM", net.mul(net.unsqueeze(a, [-1]), net.unsqueeze(b, [-3]), dtype), [-2])
+
+
+@converts(aten.matmul.default, check=_floats_or_few)
 def matmul(net: Net, x: Value, other: Value) -> Tensor:
     left, right = net.rank(x) == 1, net.rank(other) == 1
     a = net.unsqueeze(x, [0]) if left else x
     b = net.unsqueeze(other, [1]) if right else other
-    y = net.matmul(a, b)
+    y = _product(net, a, b)
     return net.squeeze(y, ([-2] if left else []) + ([-1] if right else []))
 
 
-@converts(aten.mm.default, aten.bmm.default, check=_floats)
+@converts(aten.mm.default, aten.bmm.default, check=_floats_or_few)
 def mm(net: Net, x: Value, mat2: Value) -> Tensor:
-    return net.matmul(x, mat2)
+    return _product(net, x, mat2)
 
 
-@converts(aten.mv.default, check=_floats)
+@converts(aten.mv.default, check=_floats_or_few)
 def mv(net: Net, x: Value, vec: Value) -> Tensor:
     return matmul(net, x, vec)
 
 
-@converts(aten.dot.default, aten.vdot.default, check=_floats)
+@converts(aten.dot.default, aten.vdot.default)
 def dot(net: Net, x: Value, tensor: Value = None, other: Value = None) -> Tensor:
     return net.reduce("SUM", net.mul(x, other if tensor is None else tensor), None)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from lowering.trt.converters.conv import as_images, spread
-from lowering.trt.net import Net, Tensor, Value
+from lowering.trt.net import Net, Size, Tensor, Value, is_static
 from lowering.trt.registry import converts
 
 aten = torch.ops.aten
@@ -64,11 +66,9 @@ def _dilated_max(net: Net, x: Tensor, kernel, stride, pads, dilation) -> Tensor:
     before, after = [0, 0, *(p for p, _ in pads)], [0, 0, *(p for _, p in pads)]
     x = net.pad(x, before, after, fill=float("-inf"))
     n, c, *sizes = net.dims(x)
-    out = [(d - (dil * (k - 1) + 1)) // s + 1 for d, k, s, dil in zip(sizes, kernel, stride, dilation, strict=True)]
     best = None
-    for offset in torch.cartesian_prod(*(torch.arange(k) for k in kernel)).reshape(-1, len(kernel)).tolist():
-        starts = [0, 0, *(o * d for o, d in zip(offset, dilation, strict=True))]
-        view = net.slice(x, starts, [n, c, *out], [1, 1, *stride])
+    for starts, out in _shifts(sizes, kernel, stride, dilation):
+        view = net.slice(x, [0, 0, *starts], [n, c, *out], [1, 1, *stride])
         best = view if best is None else net.maximum(best, view)
     return best
 
@@ -90,12 +90,71 @@ def max_pool3d(net: Net, x, kernel_size, stride=(), padding=(0,), dilation=(1,),
 
 @converts(aten.max_pool2d_with_indices.default, check=_ceil_needs_sizes)
 def max_pool2d_values(net: Net, x, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False) -> tuple:
-    return max_pool2d(net, x, kernel_size, stride, padding, dilation, ceil_mode), None
+    return _max_and_place(net, 2, x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
 @converts(aten.max_pool3d_with_indices.default, check=_ceil_needs_sizes)
 def max_pool3d_values(net: Net, x, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False) -> tuple:
-    return max_pool3d(net, x, kernel_size, stride, padding, dilation, ceil_mode), None
+    return _max_and_place(net, 3, x, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def _max_and_place(net: Net, spatial: int, x, kernel_size, stride, padding, dilation, ceil_mode) -> tuple:
+    """The maxima and, where they are read, their places: numbers of elements of the flattened input plane."""
+    if not any(user.args[1] == 1 for user in net.node.users):  # type: ignore[union-attr]
+        return _max_pool(net, spatial, x, kernel_size, stride, padding, dilation, ceil_mode), None
+    kernel, padding, dilation = (spread(v, spatial) for v in (kernel_size, padding, dilation))
+    stride = spread(stride, spatial) if stride else kernel
+    sizes = net.dims(x)[-spatial:]
+    if not is_static(sizes):
+        raise net.unsupported("the places of maxima in a plane of dynamic size")
+    ends = _ends(net, x, kernel, stride, padding, dilation, ceil_mode)
+    places = torch.arange(prod(sizes)).reshape(1, 1, *sizes)
+    sides = [side for pad in reversed(list(zip(padding, ends, strict=True))) for side in pad]
+    places = F.pad(places, sides)
+    batched = net.rank(x) == spatial + 2
+    wide = net.pad(
+        net.tensor(x) if batched else net.unsqueeze(x, [0]), [0, 0, *padding], [0, 0, *ends], fill=float("-inf")
+    )
+    best = at = None
+    for starts, out in _shifts(net.dims(wide)[2:], kernel, stride, dilation):
+        view = net.slice(wide, [0, 0, *starts], [*net.dims(wide)[:2], *out], [1, 1, *stride])
+        here = places
+        for axis, (first, count, step) in enumerate(zip(starts, out, stride, strict=True), start=2):
+            here = here.index_select(axis, torch.arange(first, first + count * step, step))
+        if best is None:
+            best, at = view, net.expand(here, net.dims(view))
+            continue
+        larger = net.greater(view, best)  # of equal ones the first, as in torch
+        best, at = net.where(larger, view, best), net.where(larger, here, at, torch.int64)
+    return (best, at) if batched else (net.squeeze(best, [0]), net.squeeze(at, [0]))
+
+
+def _shifts(sizes, kernel, stride, dilation) -> Iterator[tuple[list[int], list[Size]]]:
+    """For each element of the kernel: where it first stands, and over how many windows it goes."""
+    out = [(d - (dil * (k - 1) + 1)) // s + 1 for d, k, s, dil in zip(sizes, kernel, stride, dilation, strict=True)]
+    for offset in itertools.product(*(range(k) for k in kernel)):
+        yield [o * d for o, d in zip(offset, dilation, strict=True)], out
+
+
+def _known_plane(output_size) -> str | None:
+    return None if is_static(output_size) else "unpooling to a dynamic size"
+
+
+@converts(aten.max_unpool2d.default, check=_known_plane)
+def max_unpool2d(net: Net, x: Value, indices: Value, output_size: Sequence[int]) -> Tensor:
+    return _unpool(net, 2, x, indices, output_size)
+
+
+@converts(aten.max_unpool3d.default, check=_known_plane)
+def max_unpool3d(net: Net, x: Value, indices: Value, output_size: Sequence[int], stride=(), padding=()) -> Tensor:
+    return _unpool(net, 3, x, indices, output_size)
+
+
+def _unpool(net: Net, spatial: int, x: Value, indices: Value, sizes: Sequence[int]) -> Tensor:
+    lead = net.dims(x)[:-spatial]
+    zeros = net.expand(net.tensor(0.0, net.dtype(x), rank=len(lead) + 1), [*lead, prod(sizes)])
+    places, values = (net.flatten(v, -spatial, -1) for v in (indices, x))
+    return net.reshape(net.scatter(zeros, places, values, "ELEMENT", -1), [*lead, *sizes])
 
 
 def _avg_pool(

@@ -17,6 +17,10 @@ def _int8(dtype, quant_min, quant_max) -> str | None:
     return None
 
 
+def _int8_range(quant_min, quant_max) -> str | None:
+    return _int8(torch.int8, quant_min, quant_max)
+
+
 def _symmetric(dtype, quant_min, quant_max, zero_point) -> str | None:
     if isinstance(zero_point, int) and zero_point != 0:
         return f"TensorRT's quantization is symmetric, the zero point is {zero_point}"
@@ -51,6 +55,21 @@ def dequantize_per_channel(
 ) -> Tensor:
     _require_zero(net, zero_points)
     return net.dequantize(x, scales, axis, dtype=net.result.dtype)
+
+
+@converts(torch.ops.aten.fake_quantize_per_tensor_affine.default, check=_int8_range)
+def fake_quantize(net: Net, x: Value, scale: float, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
+    _require_zero(net, zero_point)
+    return net.dequantize(net.quantize(_limited(net, x, scale, None, quant_min), scale), scale, dtype=net.dtype(x))
+
+
+@converts(torch.ops.aten.fake_quantize_per_channel_affine.default, check=_int8_range)
+def fake_quantize_per_channel(
+    net: Net, x: Value, scale: Value, zero_point: Value, axis: int, quant_min: int, quant_max: int
+) -> Tensor:
+    _require_zero(net, zero_point)
+    levels = net.quantize(_limited(net, x, scale, axis, quant_min), scale, axis)
+    return net.dequantize(levels, scale, axis, dtype=net.dtype(x))
 
 
 def _require_zero(net: Net, zero_point: Value) -> None:

@@ -29,8 +29,8 @@ def prod(net: Net, x: Value, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 
 def _extreme(net: Net, op: str, x: Value, dim: Dims, keepdim: bool) -> Tensor:
-    if net.dtype(x) in (torch.bool, torch.uint8, torch.int8):
-        return net.in_dtype(torch.int32, x, lambda y: net.reduce(op, y, dim, keepdim))
+    if net.dtype(x) == torch.bool:  # over nothing the smallest or largest integer comes out, so not a cast back
+        return net.greater(net.reduce(op, net.cast(x, torch.int32), dim, keepdim), 0)
     return net.reduce(op, x, dim, keepdim)
 
 

@@ -141,8 +141,12 @@ def _float_input(x) -> str | None:
     return None if x.dtype.is_floating_point else f"TensorRT resizes floats only, not {x.dtype}"
 
 
+def _float_or_bytes(x) -> str | None:
+    return None if x.dtype in (torch.uint8, torch.int8) else _float_input(x)
+
+
 def _nearest(mode: str, *targets) -> None:
-    @converts(*(t for t in targets if t is not None), check=_float_input)
+    @converts(*(t for t in targets if t is not None), check=_float_or_bytes)
     def nearest(
         net: Net,
         x: Value,
@@ -153,7 +157,10 @@ def _nearest(mode: str, *targets) -> None:
         scales_h=None,
         scales_w=None,
     ):
-        return _resize(net, x, output_size, scale_factors or _given(scales_d, scales_h, scales_w, scales), mode)
+        factors = scale_factors or _given(scales_d, scales_h, scales_w, scales)
+        if not net.dtype(x).is_floating_point:  # 8-bit integers, all of which float32 has
+            return net.in_dtype(torch.float32, x, lambda y: _resize(net, y, output_size, factors, mode))
+        return _resize(net, x, output_size, factors, mode)
 
 
 def _given(*scales: float | None) -> Scales:

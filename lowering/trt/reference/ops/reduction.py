@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lowering.trt.reference.dtypes import INTEGER
@@ -28,11 +30,22 @@ def reduce(layer: Layer) -> Kernel:
             count *= x.shape[axis]
         return torch.div(x.sum(axes, keepdim=keep, dtype=x.dtype), count, rounding_mode="trunc")
 
+    def extreme(function: Callable[..., torch.Tensor], empty: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if all(x.shape[axis] for axis in axes):
+                return function(x, axes, keepdim=keep)
+            # over nothing: what changes no maximum (`ReduceOperation` in NVIDIA's interface)
+            limits = torch.iinfo(x.dtype) if integer and not x.dtype.is_floating_point else None
+            value = empty if limits is None else (limits.min if empty < 0 else limits.max)
+            return x.new_full(x.sum(axes, keepdim=keep).shape, value)
+
+        return run
+
     functions = {
         "SUM": lambda x: x.sum(axes, keepdim=keep, dtype=x.dtype),
         "PROD": product,
-        "MAX": lambda x: torch.amax(x, axes, keepdim=keep),
-        "MIN": lambda x: torch.amin(x, axes, keepdim=keep),
+        "MAX": extreme(torch.amax, float("-inf")),
+        "MIN": extreme(torch.amin, float("inf")),
         "AVG": average,
         "NONE": lambda x: x,
     }
