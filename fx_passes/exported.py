@@ -12,7 +12,7 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from fx_passes.example_values import check_branch
 from fx_passes.frames import failure_reason, traced_source
 from fx_passes.ops import OPS, Role
 from fx_passes.patching import activate
+from fx_passes.quiet import quiet_torch
 from fx_passes.state import restored_state
 from fx_passes.trace_args import ArgumentPlan
 from fx_passes.wrap import records, wrapped_calls
@@ -114,7 +115,7 @@ def _export(model: nn.Module, plan: ArgumentPlan, varying: Sequence[frozenset[in
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(wrapped_calls(model))
         stack.enter_context(activate(_Guard()))  # type: ignore[arg-type]
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet_torch(stack_traces=True))
         stack.enter_context(torch.no_grad())
         try:
             return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying), strict=False)
@@ -139,25 +140,6 @@ def _dims(plan: ArgumentPlan, varying: Sequence[frozenset[int]] | None) -> dict[
         return {d: Dim.AUTO if d in free else Dim.STATIC for d in range(leaf.dim())}
 
     return {name: pytree.tree_map(of, value) for name, value in plan.call().arguments.items()}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.export logs what it guards on; what matters comes back in the program or as an exception."""
-    import logging
-    import warnings
-
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("export", "fx.experimental.symbolic_shapes")]
-    before = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _summary(error: Exception) -> str:

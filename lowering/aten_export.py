@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +12,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ExportError, InputError
+from fx_passes.quiet import quiet_torch
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from lowering.aten import TensorSpec
 
-__all__ = ["check_dynamic", "export_segment", "is_functional", "quiet_torch"]
+__all__ = ["check_dynamic", "export_segment", "is_functional"]
 
 
 def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> ExportedProgram:
@@ -292,30 +290,3 @@ def _hint(text: str) -> str:
     if "Constraints violated" in text or "specialized" in text:
         return "compute sizes from the tensor's shape, narrow the dynamic range, or make the dimension static"
     return "wrap() the function or module around this line so that it stays in Python"
-
-
-_TALKATIVE = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch.onnx", "torch._subclasses.fake_tensor")
-
-
-@contextmanager
-def quiet_torch() -> Iterator[None]:
-    """torch.export talks to the terminal about its own internals; what matters comes back as an exception.
-
-    Nor does it record a stack trace per node (an eighth of its time): `fx_node` says where a node comes from.
-    """
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    before = [logger.level for logger in loggers]
-    traces = getattr(torch.fx.config, "do_not_emit_stack_traces", None)
-    try:
-        if traces is not None:
-            torch.fx.config.do_not_emit_stack_traces = True
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-        if traces is not None:
-            torch.fx.config.do_not_emit_stack_traces = traces

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fx_passes.errors import ExportError, LoweringError
-from fx_passes.ops import OPS, Role
 from fx_passes.partition import check_output
 from fx_passes.recording import bind_inputs, positional
 from fx_passes.state import restored_state
 from lowering.aten import TensorSpec
+from lowering.flop_counter import FlopCounter
 from lowering.inputs import Example, ShapeRange
 
 __all__ = ["Boundary", "Measured", "measure"]
@@ -104,10 +101,10 @@ class _Recorder(Interpreter):
         self.names: dict[str, list[str]] = {}
         self.flops: dict[str, int] = {}
         self.result: Any = None
-        self._counter: _FlopCounter | None = None
+        self._counter: FlopCounter | None = None
 
     def record(self, example: Example, *, count: bool = False) -> _Recorder:
-        self._counter = _FlopCounter() if count else None
+        self._counter = FlopCounter() if count else None
         args = positional(bind_inputs(self.glue, example.args, example.kwargs))
         self.result = self.run(*args)
         return self
@@ -131,31 +128,3 @@ class _Recorder(Interpreter):
             raise
         except Exception as error:
             raise ExportError(f"the captured model fails on these inputs: {error}", node=node) from error
-
-
-# Ops that compute, as opposed to moving, picking or making data; one FLOP for each element of their result.
-_COMPUTING = (
-    *(Role.ELEMENTWISE_ADD, Role.ELEMENTWISE_MUL, Role.ACTIVATION, Role.NORM, Role.SOFTMAX, Role.REDUCTION),
-    *(Role.POOL_AVG, Role.POOL_MAX),
-)
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Counts what runs: torch's own formulas for convolutions, matmuls and attention, one per result element else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch.utils.flop_counter import flop_registry
-
-        self.total = 0
-        self._formulas = flop_registry
-        self._elementwise = {packet for op in OPS.values() if op.role in _COMPUTING for packet in op.aten}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in self._formulas:
-            self.total += self._formulas[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet._qualified_op_name in self._elementwise:
-            self.total += sum(prod(t.shape) for t in pytree.tree_leaves(out)[:1] if isinstance(t, Tensor))
-        return out

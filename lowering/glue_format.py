@@ -22,6 +22,7 @@ from fx_passes.example_values import check_branch
 from fx_passes.ops import OPS
 from fx_passes.trace_args import check_fixed
 from fx_passes.wrap import is_wrapped
+from lowering.arguments import signature_of
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
@@ -91,7 +92,7 @@ def _target_to_plain(glue: GraphModule, node: Node) -> Any:
         return name
     function = node.target
     assert callable(function)
-    return {"fallback": function.__name__, "signature": _signature(function)}
+    return {"fallback": function.__name__, "signature": signature_of(function)}
 
 
 class _Reader:
@@ -178,9 +179,9 @@ class _Reader:
                 f"the Python function '{name}' stays outside the artifact",
                 hint=f"load(folder, fallbacks={{'{name}': {name}}})",
             )
-        if _signature(function) != target["signature"]:
+        if signature_of(function) != target["signature"]:
             raise ArtifactError(
-                f"'{name}' has the signature {_signature(function)}; the lowered one had {target['signature']}",
+                f"'{name}' has the signature {signature_of(function)}; the lowered one had {target['signature']}",
                 hint="pass the function that was wrapped when the model was lowered",
             )
         return function
@@ -289,12 +290,3 @@ def _names() -> dict[Callable[..., Any], str]:
 @cache
 def _methods() -> frozenset[str]:
     return frozenset({*_METHODS, *(method for op in OPS.values() for method in op.methods)})
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    """Parameter names and defaults, without annotations (which may print differently from run to run)."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return "(...)"
-    return "(" + ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters) + ")"

@@ -70,7 +70,7 @@ def _half_meets_quantization(program: AtenProgram) -> bool:
 
 
 def _run_exporter(program: AtenProgram, opset: int) -> onnx_ir.Model:
-    from lowering.aten_export import quiet_torch
+    from fx_passes.quiet import quiet_torch
     from lowering.onnx.rewrites import canonicalize
 
     prepared = _named_program(program)

@@ -1,0 +1,42 @@
+"""What one lowering is asked for, beside the model and its inputs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowering.inputs import CalibrationData
+    from lowering.settings import Settings
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a lowering that most of its steps look at.
+
+    Args:
+        backend: a `lowering.backend.Backend`.
+        precision: as in `lower_to_trt`.
+        data: calibration batches, perhaps none.
+        settings: with `float_type` filled in.
+        build: whether segments are built; else a report of what would be is all (a dry run).
+    """
+
+    backend: Any
+    precision: str
+    data: CalibrationData
+    settings: Settings
+    build: bool = True
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether int8 is asked for."""
+        return self.precision in ("int8", "auto")
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether progress bars are shown: on a terminal, unless the settings say otherwise."""
+        return sys.stderr.isatty() if self.settings.progress is None else self.settings.progress
