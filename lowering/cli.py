@@ -1,93 +1,44 @@
-"""The command `fxtrt`: lower a model, look at the result, time it, compare it, report on it."""
+"""The command `fxtrt`: lower a model, look at the result, time it, compare it, evaluate it, report on it."""
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from fx_passes.errors import InputError, LoweringError
+from fx_passes.errors import LoweringError
+from lowering.cli_options import Backend, Data, Subject, Target, err, grouped
 
 # torch, the builders and the runtimes are imported inside the commands: `fxtrt --help` answers at once.
-if TYPE_CHECKING:
-    from torch import nn
-
-    from lowering.images import InputSpec
-    from lowering.module import LoweredModule
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 out = Console()
-err = Console(stderr=True)
 
-
-class Backend(str, Enum):
-    """What to lower to."""
-
-    trt = "trt"
-    onnxruntime = "onnxruntime"
-    tensorrt_onnx = "tensorrt-onnx"
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="torchvision:resnet50, timm:efficientnet_lite0, package.module:factory or file.py:factory"
-    ),
-]
-Weights = Annotated[Path | None, typer.Option(help="safetensors file or weights_only checkpoint for MODEL")]
-Pretrained = Annotated[bool, typer.Option("--pretrained", help="the weights torchvision or timm publish (downloads)")]
-Precision = Annotated[str, typer.Option(help="int8, fp16, bf16, fp32 or auto")]
-Calibration = Annotated[Path | None, typer.Option(help="folder of images to calibrate int8 on")]
-Images = Annotated[int, typer.Option(min=1, help="at most this many images of the folder")]
-Batch = Annotated[int, typer.Option(min=1, help="images in a calibration batch")]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Option("--input", metavar="SHAPE", help="1x3x224x224 or 1x128:int64; once for each input of the model"),
-]
 BackendOption = Annotated[
     Backend,
     typer.Option(help="trt: an engine; onnxruntime: an ONNX file for the CPU; tensorrt-onnx: a Q/DQ file for trtexec"),
 ]
-Capabilities = Annotated[
-    list[str] | None, typer.Option("--compute-capability", help='"8.9"; several make one engine that holds them all')
-]
-DynamicBatch = Annotated[str | None, typer.Option(metavar="MIN,OPT,MAX", help="make the batch size dynamic")]
-FloatType = Annotated[str | None, typer.Option(help="type of what is not int8: fp16, bf16 or fp32")]
-Threads = Annotated[int | None, typer.Option(min=1, help="threads of the session; default: torch's")]
 
 
 @app.command()
+@grouped
 def lower(
-    model: Model,
+    subject: Subject,
     folder: Annotated[Path, typer.Option("--out", help="folder to write the artifact into")],
+    data: Data,
+    target: Target,
     backend: BackendOption = Backend.trt,
-    precision: Precision = "int8",
-    calibration: Calibration = None,
-    images: Images = 64,
-    batch: Batch = 8,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    inputs: Inputs = None,
-    compute_capability: Capabilities = None,
-    dynamic_batch: DynamicBatch = None,
-    float_type: FloatType = None,
-    threads: Threads = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads of the session; default: torch's")] = None,
     network: Annotated[bool, typer.Option(help="also write the network, so that the artifact simulates")] = True,
 ) -> None:
     """Lower MODEL and write the artifact: engine or ONNX files, manifest, network."""
-    module, spec = _load(model, weights, pretrained)
-    lowered = _lower(
-        module, spec, backend, precision=precision, calibration=calibration, images=images, batch=batch,
-        inputs=inputs, capabilities=compute_capability, dynamic_batch=dynamic_batch, float_type=float_type,
-        threads=threads,
-    )  # fmt: skip
+    lowered = target.lower(subject.load(), data, backend, threads=threads)
     lowered.save(folder, include_network=network)
     out.print(lowered.summary(), end="", markup=False, highlight=False, soft_wrap=True)
     out.print(f"\nwritten to {folder}:", markup=False, highlight=False)
@@ -115,15 +66,11 @@ def inspect(
 
 
 @app.command()
+@grouped
 def bench(
-    model: Model,
-    precision: Precision = "int8",
-    calibration: Calibration = None,
-    images: Images = 64,
-    batch: Batch = 8,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    inputs: Inputs = None,
+    subject: Subject,
+    data: Data,
+    target: Target,
     threads: Annotated[list[int] | None, typer.Option(min=1, help="thread counts to measure with")] = None,
     rounds: Annotated[int, typer.Option(min=2, help="turns of each candidate")] = 15,
 ) -> None:
@@ -132,18 +79,15 @@ def bench(
 
     from lowering.timing import measure_interleaved, torch_threads
 
-    module, spec = _load(model, weights, pretrained)
-    example = _example(module, spec, inputs, calibration)
-    table = Table("threads", "run", "median ms", "quartiles ms", "speed-up", title=f"{model}: {_shapes(example)}")
+    loaded = subject.load()
+    example = loaded.example(data)
+    table = Table("threads", "run", "median ms", "quartiles ms", "speed-up", title=f"{loaded.name}: {_shapes(example)}")
     for count in threads or [torch.get_num_threads()]:
         with torch_threads(count):
-            lowered = _lower(
-                module, spec, Backend.onnxruntime, precision=precision, calibration=calibration, images=images,
-                batch=batch, inputs=inputs, threads=count,
-            )  # fmt: skip
+            lowered = target.lower(loaded, data, Backend.onnxruntime, threads=count)
             runs = {
-                "PyTorch float, eager": partial(module, *example),
-                f"ONNX Runtime {precision}": partial(lowered, *example),
+                "PyTorch float, eager": partial(loaded.module, *example),
+                f"ONNX Runtime {target.precision}": partial(lowered, *example),
             }
             timings = measure_interleaved(runs, rounds=rounds)
         float_time = timings["PyTorch float, eager"]
@@ -155,15 +99,11 @@ def bench(
 
 
 @app.command()
+@grouped
 def compare(
-    model: Model,
-    precision: Precision = "int8",
-    calibration: Calibration = None,
-    images: Images = 64,
-    batch: Batch = 8,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    inputs: Inputs = None,
+    subject: Subject,
+    data: Data,
+    target: Target,
     backend: Annotated[list[Backend] | None, typer.Option(help="only these; default: all")] = None,
 ) -> None:
     """Lower MODEL for every backend and compare the outputs with PyTorch's float ones.
@@ -172,19 +112,12 @@ def compare(
     """
     from lowering.compare import compare as compared
 
-    module, spec = _load(model, weights, pretrained)
-    candidates = {}
-    for kind in backend or list(Backend):
-        lowered = _lower(
-            module, spec, kind, precision=precision, calibration=calibration, images=images, batch=batch, inputs=inputs
-        )
-        candidates[f"{kind.value} {precision}"] = lowered.simulate if kind is Backend.trt else lowered
-    if spec is not None and calibration is not None:
-        batches: Any = _batches(spec, calibration, images, 1)
-    else:
-        batches = [_example(module, spec, inputs, calibration)]
-    table = Table("run", "output", "rows", "SQNR dB", "cosine", "worst", "top-1 kept", title=f"{model} against float")
-    for name, results in compared(module, candidates, batches).items():
+    loaded = subject.load()
+    with_images = loaded.declared is not None and data.calibration is not None
+    batches: Any = data.batches(loaded.spec, size=1) if with_images else [loaded.example()]
+    candidates = _runs(loaded, data, target, backend or list(Backend))
+    table = Table("run", "output", "rows", "SQNR dB", "cosine", "worst", "top-1 kept", title=f"{loaded.name} and float")
+    for name, results in compared(loaded.module, candidates, batches).items():
         for index, result in enumerate(results):
             top1 = "" if result.top1 is None else f"{result.top1:.1%}"
             row = (f"{result.sqnr_db:.1f}", f"{result.cosine:.5f}", f"{result.worst:.3g}", top1)
@@ -193,121 +126,80 @@ def compare(
 
 
 @app.command()
-def report(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model, as for lower, or the folder of an artifact")],
-    file: Annotated[Path, typer.Option("--out", help="HTML file to write")],
-    backend: BackendOption = Backend.trt,
-    precision: Precision = "int8",
-    calibration: Calibration = None,
-    images: Images = 64,
-    batch: Batch = 8,
-    weights: Weights = None,
-    pretrained: Pretrained = False,
-    inputs: Inputs = None,
+@grouped
+def evaluate(
+    subject: Subject,
+    labelled: Annotated[Path, typer.Option("--data", help="folder of labelled images, one subfolder per class")],
+    data: Data,
+    target: Target,
+    backend: Annotated[list[Backend] | None, typer.Option(help="only these; default: onnxruntime")] = None,
+    classes: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="text file: subfolder names in the order of the model's outputs, one per line",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="at most this many labelled images")] = None,
 ) -> None:
-    """Write an HTML page: summary, layers, int8 coverage with reasons, kernels and bytes."""
+    """Count right answers of MODEL in float and lowered, on a folder like ImageNet's validation set."""
+    from rich.progress import track
+
+    from lowering.evaluate import LabelledImages
+    from lowering.evaluate import evaluate as evaluated
+
+    loaded = subject.load()
+    names = None if classes is None else classes.read_text(encoding="utf-8").split("\n")
+    names = None if names is None else [name.strip() for name in names if name.strip()]
+    images = LabelledImages(labelled, loaded.spec, classes=names, limit=limit)
+    runs = {"PyTorch float": loaded.module, **_runs(loaded, data, target, backend or [Backend.onnxruntime])}
+    batches = track(images, description="images", console=err, transient=True)
+    table = Table("run", "images", "top-1", "top-5", "as float", title=f"{loaded.name} on {labelled.name}")
+    for name, score in evaluated(runs, batches, classes=len(images.classes)).items():
+        top5 = "" if score.top5 is None else f"{score.top5:.2%}"
+        table.add_row(name, str(score.images), f"{score.top1:.2%}", top5, f"{score.same:.2%}")
+    out.print(table)
+
+
+@app.command()
+@grouped
+def report(
+    subject: Subject,
+    file: Annotated[Path, typer.Option("--out", help="HTML file to write")],
+    data: Data,
+    target: Target,
+    backend: BackendOption = Backend.trt,
+) -> None:
+    """Write an HTML page: summary, layers, int8 coverage with reasons, kernels and bytes.
+
+    MODEL may also be the folder of an artifact.
+    """
     from lowering.artifact import described
     from lowering.report import Lowering, placement_drawing, write_report
 
-    if Path(model).is_dir():
-        title = Path(model).name
-        part = Lowering(title, *described(model))
+    if Path(subject.model).is_dir():
+        title = Path(subject.model).name
+        part = Lowering(title, *described(subject.model))
     else:
-        title = f"{model} for {backend.value}"
-        module, spec = _load(model, weights, pretrained)
-        lowered = _lower(
-            module, spec, backend, precision=precision, calibration=calibration, images=images, batch=batch,
-            inputs=inputs,
-        )  # fmt: skip
+        loaded = subject.load()
+        title = f"{loaded.name} for {backend.value}"
+        lowered = target.lower(loaded, data, backend)
         graph = None
-        if precision in ("int8", "auto"):
-            graph = placement_drawing(module, _example(module, spec, inputs, calibration), lowered.report()["target"])
+        if target.precision in ("int8", "auto"):
+            graph = placement_drawing(loaded.module, loaded.example(data), lowered.report()["target"])
         part = Lowering.of(title, lowered, graph=graph)
     written = write_report(file, [part], title=title)
     out.print(f"written to {written}", markup=False, highlight=False)
 
 
-def _load(model: str, weights: Path | None, pretrained: bool) -> tuple[nn.Module, InputSpec | None]:
-    from lowering.loading import load_model
-
-    if weights is None and not pretrained and model.split(":")[0] in ("torchvision", "timm"):
-        err.print(
-            "note: random weights; pass --weights FILE or --pretrained for numbers that mean something",
-            markup=False, highlight=False,
-        )  # fmt: skip
-    return load_model(model, weights=weights, pretrained=pretrained)
-
-
-def _lower(
-    module: nn.Module,
-    spec: InputSpec | None,
-    backend: Backend,
-    *,
-    precision: str,
-    calibration: Path | None,
-    images: int,
-    batch: int,
-    inputs: list[str] | None,
-    capabilities: list[str] | None = None,
-    dynamic_batch: str | None = None,
-    float_type: str | None = None,
-    threads: int | None = None,
-) -> LoweredModule:
-    from lowering import Settings, lower_to_onnx, lower_to_trt
-
-    data = None
-    if calibration is not None:
-        if spec is None:
-            raise InputError(
-                "the model declares no image input, so a folder of images cannot calibrate it",
-                hint="give it pretrained_cfg = {'input_size': ..., 'mean': ..., 'std': ...}, or calibrate from Python",
-            )
-        data = _batches(spec, calibration, images, batch)
-    options: dict[str, Any] = {
-        "precision": precision,
-        "calibration": data,
-        "dynamic_batch": _dynamic_batch(dynamic_batch),
-        "settings": Settings(float_type=float_type, threads=threads),
-    }
-    example = _example(module, spec, inputs, None)
-    if backend is Backend.trt:
-        return lower_to_trt(module, example, compute_capabilities=capabilities, **options)
-    if capabilities:
-        raise InputError("--compute-capability is for engines", hint="use it with --backend trt")
-    runtime = "onnxruntime" if backend is Backend.onnxruntime else "tensorrt"
-    return lower_to_onnx(module, example, runtime=runtime, **options)
-
-
-def _batches(spec: InputSpec, folder: Path, images: int, batch: int) -> Any:
-    from lowering.images import ImageBatches
-
-    return ImageBatches(folder, spec, batch_size=batch, limit=images)
-
-
-def _example(
-    module: nn.Module, spec: InputSpec | None, inputs: list[str] | None, calibration: Path | None
-) -> tuple[Any, ...]:
-    from lowering.loading import parse_shape
-
-    if inputs:
-        return tuple(parse_shape(text) for text in inputs)
-    if spec is None:
-        raise InputError(
-            f"{type(module).__name__} declares no input size", hint="give --input 1x3x224x224, once for each input"
-        )
-    if calibration is not None:
-        return (next(iter(_batches(spec, calibration, 1, 1))),)
-    return (spec.example(),)
-
-
-def _dynamic_batch(text: str | None) -> tuple[int, int, int] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise InputError(f"--dynamic-batch is '{text}'", hint="write MIN,OPT,MAX, for example 1,8,32")
-    least, usual, most = (int(part) for part in parts)
-    return least, usual, most
+def _runs(loaded: Any, data: Data, target: Target, backends: list[Backend]) -> dict[str, Any]:
+    """How to run the model lowered for each backend: TensorRT networks on the CPU, by the reference executor."""
+    runs = {}
+    for backend in backends:
+        lowered = target.lower(loaded, data, backend)
+        runs[f"{backend.value} {target.precision}"] = lowered.simulate if backend is Backend.trt else lowered
+    return runs
 
 
 def _shapes(example: tuple[Any, ...]) -> str:

@@ -264,3 +264,24 @@ def test_the_command_runs_as_a_module(tmp_path):
     )  # fmt: skip
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
+
+
+def test_a_configuration_file_and_settings_reach_the_lowering(folder, capsys):
+    (folder / "q.toml").write_text('["fc"]\ndtype = "float"\n')
+    arguments = ("lower", "net.py:make", "--out", "out", "--calibration", "photos", "--backend", "onnxruntime")
+    status, out, err = fxtrt(capsys, *arguments, "--qconfig", "q.toml", "--set", "min_segment_nodes=2")
+    assert status == 0, err
+    assert "int8: 1 of 2" in out
+    manifest = (folder / "out" / "manifest.json").read_text()
+    assert '"min_segment_nodes": 2' in manifest
+
+    status, _, err = fxtrt(capsys, *arguments, "--set", "min_segment_nods=2")
+    assert status == 1
+    assert "unknown settings: 'min_segment_nods'" in err
+    status, _, err = fxtrt(capsys, *arguments, "--set", "min_segment_nodes")
+    assert status == 1
+    assert "has no value" in err
+    (folder / "q.toml").write_text('["fcc"]\ndtype = "float"\n')
+    status, _, err = fxtrt(capsys, *arguments, "--qconfig", "q.toml")
+    assert status == 1
+    assert "fcc" in err
