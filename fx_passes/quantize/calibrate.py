@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.prepare import observers_of
 
-__all__ = ["calibrate", "call_with_batch", "synchronize"]
+__all__ = ["arguments_of", "calibrate", "call_with_batch", "shown", "synchronize"]
 
 
 def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = False) -> int:
@@ -37,7 +37,7 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
         raise StageError("only a prepared module can be calibrated", hint="call prepare_calibration_fx first")
     count = 0
     with torch.no_grad():
-        for batch in _shown(batches) if progress else batches:
+        for batch in shown(batches) if progress else batches:
             call_with_batch(prepared, batch)
             count += 1
     if not count:
@@ -51,12 +51,18 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
 
 def call_with_batch(model: torch.nn.Module, batch: Any) -> Any:
     """`model` called with a batch as `calibrate` takes it."""
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a batch as `calibrate` takes it."""
     if isinstance(batch, Tensor):
-        return model(batch)
+        return (batch,), {}
     if isinstance(batch, dict):
-        return model(**batch)
+        return (), batch
     if isinstance(batch, (tuple, list)):
-        return model(*batch)
+        return tuple(batch), {}
     raise InputError(
         f"a batch is a {type(batch).__name__}",
         hint="pass tensors, tuples of the model's positional arguments, or dicts of its keyword arguments",
@@ -75,7 +81,8 @@ def synchronize(prepared: GraphModule, group: Any = None) -> None:
             observer.synchronize(group)
 
 
-def _shown(batches: Iterable[Any]) -> Iterator[Any]:
+def shown(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, with a progress bar."""
     from rich.progress import track
 
     yield from track(batches, description="calibrating", total=operator.length_hint(batches, 0) or None)
