@@ -76,7 +76,7 @@ def test_the_readme_has_python():
     assert len(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))) >= 2
 
 
-@pytest.mark.parametrize("name", ["postprocessing.py", "step_by_step.py"])
+@pytest.mark.parametrize("name", ["postprocessing.py", "step_by_step.py", "training.py"])
 def test_the_examples_run(name, tmp_path):
     assert run_program([str(ROOT / "examples" / name)], tmp_path).strip()
 
