@@ -18,7 +18,7 @@ from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.decomposed import decomposed, is_quantize
 from fx_passes.quantize.histogram import EntropyObserver, HistogramObserver, MSEObserver, PercentileObserver
 from fx_passes.quantize.observer_names import OBSERVERS
-from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver
+from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver, RunningRangeObserver
 from fx_passes.quantize.scheme import SCHEMES, affine_qparams, symmetric_scales
 from fx_passes.quantize.weights import channel_sqnr, dequantize_weight, quantize_weight, weight_scale
 
@@ -85,6 +85,26 @@ def test_moving_average_is_the_mean_of_few_samples_and_follows_many():
     assert torch.allclose(high, x.flatten(1).amax(1).mean()) and torch.allclose(low, x.flatten(1).amin(1).mean())
     follower = observed(MovingAverageObserver(INT8, rate=0.1), torch.ones(50, 2), 3 * torch.ones(200, 2))
     assert abs(float(follower.range()[1]) - 3.0) < 1e-3
+
+
+def test_a_running_range_keeps_what_calibration_saw_and_follows_training():
+    observer = observed(RunningRangeObserver(INT8), torch.tensor([[-1.0, 4.0]]), torch.tensor([[-3.0, 2.0]]))
+    assert [float(v) for v in observer.range()] == [-3.0, 4.0]
+    observer.train()
+    observer(torch.tensor([[-1.0, 2.0]]))
+    assert [float(v) for v in observer.range()] == pytest.approx([-2.98, 3.98])
+    for _ in range(1000):
+        observer(torch.tensor([[-1.0, 2.0]]))
+    assert [float(v) for v in observer.range()] == pytest.approx([-1.0, 2.0], abs=1e-3)
+
+
+def test_moving_average_per_channel_equals_one_sample_after_the_other():
+    x = samples()
+    low, high = observed(MovingAverageObserver(WEIGHT, axis=1, rate=0.2), x[:5], x[5:]).range()
+    expected = x[0].amin((1, 2))
+    for n, sample in enumerate(x[1:], 2):
+        expected = torch.lerp(expected, sample.amin((1, 2)), max(1 / n, 0.2))
+    assert torch.allclose(low, expected) and high.shape == low.shape
 
 
 def test_histogram_counts_every_value():

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fx_passes.node_meta import describe
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.histogram import EntropyObserver, HistogramObserver, MSEObserver, PercentileObserver
-from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver, Observer
+from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver, Observer, RunningRangeObserver
 from fx_passes.quantize.scheme import QuantScheme
 
 __all__ = ["OBSERVERS", "observer_for"]
@@ -20,6 +20,7 @@ OBSERVERS: MappingProxyType[str, type[Observer]] = MappingProxyType(
     {
         "minmax": MinMaxObserver,
         "moving_average": MovingAverageObserver,
+        "running": RunningRangeObserver,
         "histogram": HistogramObserver,
         "percentile": PercentileObserver,
         "entropy": EntropyObserver,

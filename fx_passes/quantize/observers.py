@@ -1,7 +1,7 @@
 """Observers: modules that watch one value during calibration and give its range.
 
-An observer returns its input unchanged. All of them are exact under any split of the data into batches: the same
-samples give the same range, whatever the batch sizes were.
+An observer returns its input unchanged. In calibration all of them are exact under any split of the data into batches:
+the same samples give the same range, whatever the batch sizes were.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fx_passes.errors import CalibrationError, StageError
 from fx_passes.quantize.scheme import QuantScheme, affine_qparams, symmetric_scales
 
-__all__ = ["MinMaxObserver", "MovingAverageObserver", "Observer"]
+__all__ = ["MinMaxObserver", "MovingAverageObserver", "Observer", "RunningRangeObserver"]
 
 
 class Observer(nn.Module):
@@ -208,18 +208,26 @@ class MovingAverageObserver(Observer):
         self.register_buffer("count", torch.tensor(0, dtype=torch.int64))
 
     def observe(self, x: Tensor) -> None:
-        for sample in x.unbind(0) if x.dim() > 1 and self.axis != 0 else (x,):
-            low, high = self._sample_extrema(sample, x.dim())
-            self.count = self.count + 1
-            if int(self.count) == 1:
-                self.low, self.high = low, high
-                continue
-            weight = max(1.0 / int(self.count), self.rate)
-            self.low = torch.lerp(self.low, low, weight)
-            self.high = torch.lerp(self.high, high, weight)
+        before = int(self.count)
+        # One after the other, and not in closed form: any split into batches then gives the same bits.
+        for number, (low, high) in enumerate(zip(*self._sample_extrema(x), strict=True), before + 1):
+            weight = max(1.0 / number, self.rate)
+            self.low = low if number == 1 else torch.lerp(self.low.to(low.device), low, weight)
+            self.high = high if number == 1 else torch.lerp(self.high.to(high.device), high, weight)
+        self.count = self.count + (x.shape[0] if self._has_samples(x) else 1)
 
-    def _sample_extrema(self, sample: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        return self._extrema(sample if sample.dim() == rank else sample.unsqueeze(0))
+    def _has_samples(self, x: Tensor) -> bool:
+        """Whether dimension 0 counts samples: not where it is the channels, or the only one."""
+        return x.dim() > 1 and self.axis != 0
+
+    def _sample_extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(samples,) or (samples, channels) each."""
+        if not self._has_samples(x):
+            low, high = self._extrema(x)
+            return low[None], high[None]
+        self._extrema(x)  # refuses NaN and infinity
+        others = [d for d in range(1, x.dim()) if self.axis is None or d != self.axis % x.dim()]
+        return x.amin(others).float(), x.amax(others).float()
 
     def synchronize(self, group: Any = None) -> None:
         """Mean of the ranks' averages, weighted by their numbers of samples."""
@@ -234,3 +242,26 @@ class MovingAverageObserver(Observer):
             setattr(self, name, share / total)
         self.count = total
         self._synchronize_channels(group)
+
+
+class RunningRangeObserver(MinMaxObserver):
+    """The extrema of what was seen in eval mode; in train mode they follow those of the batches.
+
+    What quantization-aware training wants: nothing is cut off that calibration saw, and ranges move with the weights.
+    An exponential moving average of the batches' extrema, as in Jacob et al. (arXiv 1712.05877, section 3.1).
+    """
+
+    def __init__(
+        self, scheme: QuantScheme, axis: int | None = None, name: str = "", where: str = "", rate: float = 0.01
+    ):
+        super().__init__(scheme, axis, name, where)
+        self.rate = rate
+        self.training = False  # until a module around it is set to train
+
+    def observe(self, x: Tensor) -> None:
+        if not (self.training and self.calibrated):
+            super().observe(x)
+            return
+        low, high = self._extrema(x)
+        self.low = torch.lerp(self.low.to(low.device), low, self.rate)
+        self.high = torch.lerp(self.high.to(high.device), high, self.rate)

@@ -36,7 +36,7 @@ __all__ = [
 
 FAKE_PREFIX, LAYER_PREFIX = "fake_quantizers", "qat_layers"
 _STATES = ("calibrate", "train", "validate")
-_DEFAULT_OBSERVER = "moving_average"
+_DEFAULT_OBSERVER = "running"
 
 
 def prepare_qat_fx(
@@ -51,8 +51,8 @@ def prepare_qat_fx(
 
     Convolution or linear layers and their BatchNorm are trained as the one layer they will be deployed as. Train it
     like the float model; `train()` and `eval()` work as usual (see also `set_qat_state`, `freeze_batch_norm`,
-    `freeze_ranges`). Ranges are averaged from the first batch on. `convert_fx` then gives the very numbers of the
-    eval mode.
+    `freeze_ranges`). Ranges start from what calibration, or the first batch, showed and follow the batches.
+    `convert_fx` then gives the very numbers of the eval mode.
 
     Args:
         model: a float module (its parameters are copied), or a graph of one that was traced in eval mode.

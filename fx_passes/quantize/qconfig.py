@@ -25,8 +25,9 @@ class LayerConfig:
     Attributes:
         dtype: "float" keeps it float, "int8" quantizes it though the target's placement would not (a depthwise
             convolution for TensorRT), None leaves it to the placement.
-        observer: of its quantized value: "minmax", "moving_average", "histogram", "percentile" (or "percentile:99.9"),
-            "entropy" or "mse"; None for the default.
+        observer: of its quantized value: "minmax", "moving_average", "running" (the extrema, which follow the
+            batches while training), "histogram", "percentile" (or "percentile:99.9"), "entropy" or "mse"; None for the
+            default: "minmax", and "running" in quantization-aware training.
         weight: "per_channel" or "per_tensor", None for what the target wants.
         weight_observer: "minmax" or "mse".
         bias_correction: let the bias take back what rounding the weight does to the layer's mean output, as seen in
