@@ -24,9 +24,9 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks.coverage_case import COLUMNS, row_of
-from benchmarks.coverage_table import document, is_complete
+from benchmarks.coverage_table import document, good, is_complete
 from benchmarks.results import FOLDER, machine
-from benchmarks.zoo import timm_models, torchvision_classifiers
+from benchmarks.zoo import is_one_more, timm_models, torchvision_classifiers
 
 ROWS = FOLDER / "coverage.jsonl"
 
@@ -100,7 +100,7 @@ def _send_row(sender: Any, spec: str, size: int | None, memory: float) -> None:
     for descriptor in (1, 2):  # native libraries print there too
         os.dup2(nowhere, descriptor)
     try:
-        row = row_of(spec, size)
+        row = row_of(spec, size, build=not is_one_more(spec))
     except Exception as error:
         row = _died(spec, size, f"{type(error).__name__}: {error}"[:300])
     sender.send(row)
@@ -119,7 +119,7 @@ def _import_all() -> None:
 
 def gaps(row: dict[str, Any]) -> str:
     """The cells that are no "yes"."""
-    return "; ".join(f"{name}: {row[name]}" for name in COLUMNS if row.get(name) != "yes")
+    return "; ".join(f"{name}: {row[name]}" for name in COLUMNS if not good(row.get(name)))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,19 @@ from typing import Any
 from benchmarks.coverage_case import COLUMNS
 from benchmarks.zoo import TIMM
 
-__all__ = ["document", "is_complete"]
+__all__ = ["document", "good", "is_complete"]
 
 Row = Mapping[str, Any]
 
 
 def is_complete(row: Row) -> bool:
-    """Whether every cell is a "yes"."""
-    return all(row.get(name) == "yes" for name in COLUMNS)
+    """Whether every cell is a "yes", or was left out."""
+    return all(good(row.get(name)) for name in COLUMNS)
+
+
+def good(cell: Any) -> bool:
+    """Whether a cell is no gap."""
+    return cell in ("yes", "-")
 
 
 def document(rows: Mapping[str, Row], listed: Sequence[tuple[str, int | None]], machine: Mapping[str, Any]) -> str:
@@ -69,7 +74,7 @@ def _misses(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         causes: dict[str, list[str]] = {}
         for name in COLUMNS:
-            if row.get(name) != "yes":
+            if not good(row.get(name)):
                 causes.setdefault(str(row.get(name)), []).append(name)
         lines += [f"- `{row['model']}`, {', '.join(names)}: {cause}" for cause, names in causes.items()]
     return ["## Misses", "", *lines, ""] if lines else []
@@ -81,6 +86,6 @@ def _table(title: str, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         spec = row["model"]
         name = spec.split(":")[1] + (f" ({family[spec]})" if spec in family and family[spec] not in spec else "")
-        cells = ["yes" if row.get(column) == "yes" else "**no**" for column in COLUMNS]
+        cells = [row[column] if good(row.get(column)) else "**no**" for column in COLUMNS]
         lines.append(f"| {name} | {row['size']} | {' | '.join(cells)} |")
     return [*lines, ""]
