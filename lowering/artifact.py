@@ -9,41 +9,39 @@ summary.txt, report.json  for people and for scripts; `load` does not read them
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fx_passes.errors import ArtifactError
+from fx_passes.errors import ArtifactError, LoweringError
+from lowering.artifact_files import FORMAT, MANIFEST, check_files, parse_json, read_manifest, write_json, writing
+from lowering.artifact_merge import merge
+from lowering.glue_checks import check_nodes
 from lowering.glue_format import glue_from_plain, glue_to_plain
 from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
 from lowering.segments import Fallback
+from lowering.spec_format import checked
 
-__all__ = ["FORMAT", "MANIFEST", "described", "load", "save"]
+__all__ = ["FORMAT", "MANIFEST", "described", "load", "merge", "save"]
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 _STATE = "state.safetensors"
+_SEGMENT = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = True) -> Path:
     """Write `lowered` into `folder`; see `LoweredModule.save`."""
     folder = Path(folder)
-    with _writing(folder) as write:
+    with writing(folder) as write:
         segments = []
         for segment, info in zip(lowered.backend_segments(), lowered.segments, strict=True):
             for name, writer in segment.backend.artifact_files(info.name, include_network=include_network).items():
                 write(name, writer)
-            segments.append(_segment_to_plain(segment, info))
+            segments.append(_segment_to_plain(segment, info, include_network))
         glue, state = glue_to_plain(lowered.glue)
         for segment in lowered.backend_segments():
             for fqn, value in zip(segment.buffer_names, segment.state(), strict=True):
@@ -52,7 +50,7 @@ def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = 
             tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
             write(_STATE, lambda path: save_file(tensors, path))
         write("summary.txt", lambda path: path.write_text(lowered.summary(), encoding="utf-8"))
-        write("report.json", lambda path: _write_json(path, lowered.report()))
+        write("report.json", lambda path: write_json(path, lowered.report()))
         manifest = {
             "format": FORMAT,
             "details": lowered.details,
@@ -78,18 +76,34 @@ def load(
         ArtifactError: a file is missing, truncated, altered or of a newer format, or a Python part is not supplied.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
-    _verify(folder, manifest["files"])
+    manifest = read_manifest(folder)
+    check_files(folder, manifest["files"])
     try:
+        check_nodes(manifest.get("glue"))
+        _check_supplied(manifest["glue"], fallbacks or {})
         state = load_file(folder / _STATE) if _STATE in manifest["files"] else {}
-        segments = [_segment_from_plain(folder, plain, state) for plain in manifest["segments"]]
+        plain_segments = checked(manifest.get("segments"), list, "the list of segments")
+        segments = [_segment_from_plain(folder, plain, state, manifest["files"]) for plain in plain_segments]
         glue = glue_from_plain(manifest["glue"], {s.name: s for s, _ in segments}, state, model, fallbacks or {})
-        stays = [Fallback(**f) for f in manifest["fallbacks"]]
-        return LoweredModule(glue, [info for _, info in segments], stays, manifest["details"])
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        stays = [Fallback(**f) for f in checked(manifest.get("fallbacks"), list, "the list of fallbacks")]
+        lowered = LoweredModule(glue, [info for _, info in segments], stays, manifest["details"])
+        lowered.summary()  # what is missing for it is missing here, not when somebody asks
+        return lowered
+    except LoweringError:
+        raise
+    except Exception as error:  # a damaged manifest can fail anywhere in the building of what it describes
         raise ArtifactError(
             f"the manifest of {folder.name} is not well-formed: {error!r}", hint="save the lowered module again"
         ) from error
+
+
+def _check_supplied(nodes: list[dict[str, Any]], fallbacks: dict[str, Callable[..., Any]]) -> None:
+    wanted = {plain["target"]["fallback"] for plain in nodes if isinstance(plain["target"], dict)}
+    if unknown := sorted(set(fallbacks) - wanted):
+        names = f"it calls {', '.join(sorted(wanted))}" if wanted else "it calls none"
+        raise ArtifactError(
+            f"the artifact calls no function {', '.join(map(repr, unknown))} of the caller's", hint=names
+        )
 
 
 def described(folder: str | Path) -> tuple[str, dict[str, Any]]:
@@ -101,133 +115,49 @@ def described(folder: str | Path) -> tuple[str, dict[str, Any]]:
         ArtifactError: as `load`.
     """
     folder = Path(folder)
-    _verify(folder, _read_manifest(folder)["files"])
-    summary = (folder / "summary.txt").read_text(encoding="utf-8")
-    return summary, json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    files = read_manifest(folder)["files"]
+    check_files(folder, files)
+    if not {"summary.txt", "report.json"} <= files.keys():
+        raise ArtifactError(f"{folder.name} has no summary and report", hint="save the lowered module again")
+    try:
+        summary = (folder / "summary.txt").read_text(encoding="utf-8")
+        return summary, checked(parse_json((folder / "report.json").read_text(encoding="utf-8")), dict, "the report")
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{folder.name} has no readable summary and report: {error!r}") from error
 
 
-def _segment_to_plain(segment: Segment, info: SegmentInfo) -> dict[str, Any]:
+def _segment_to_plain(segment: Segment, info: SegmentInfo, include_network: bool) -> dict[str, Any]:
     return {
         "info": info.as_dict(),
-        "backend": segment.backend.artifact_record(),
+        "backend": segment.backend.artifact_record(include_network=include_network),
         "writebacks": [asdict(w) for w in segment.writebacks],
         "buffers": segment.buffer_names,
     }
 
 
-def _segment_from_plain(folder: Path, plain: dict[str, Any], state: dict[str, Tensor]) -> tuple[Segment, SegmentInfo]:
+def _segment_from_plain(
+    folder: Path, plain: dict[str, Any], state: dict[str, Tensor], files: dict[str, Any]
+) -> tuple[Segment, SegmentInfo]:
     from lowering.aten import WriteBack
 
-    info = SegmentInfo(**{**plain["info"], "ops": [OpRow(**row) for row in plain["info"]["ops"]]})
-    record = plain["backend"]
-    if record["kind"] == "onnx":
+    checked(plain, dict, "a segment")
+    described = checked(plain.get("info"), dict, "what is known of a segment")
+    info = SegmentInfo(**{**described, "ops": [OpRow(**row) for row in described["ops"]]})
+    if not _SEGMENT.fullmatch(checked(info.name, str, "the name of a segment")):
+        raise ArtifactError(f"a segment is called {info.name!r}, which is no name that a graph may use")
+    record = checked(plain.get("backend"), dict, f"the backend of {info.name}")
+    kind = record.get("kind")
+    if kind == "onnx":
         from lowering.onnx.session import OnnxSession as backend_class
-    elif record["kind"] == "tensorrt":
+    elif kind == "tensorrt":
         from lowering.trt.engine import TrtEngine as backend_class  # type: ignore[assignment]
     else:
         raise ArtifactError(
-            f"{info.name} is of the unknown kind {record['kind']!r}", hint="load it with the version that saved it"
+            f"{info.name} is of the unknown kind {kind!r}", hint="load it with the version that saved it"
         )
+    for name in backend_class.artifact_needs(info.name, record):
+        if name not in files:  # the files that are listed, and only these, have been checked
+            raise ArtifactError(f"the manifest of {folder.name} does not list {name}", hint="save again")
     backend = backend_class.from_artifact(folder, info.name, record)
     buffers = {fqn: state[f"{info.name}:{fqn}"] for fqn in plain["buffers"]}
     return Segment(info.name, backend, [WriteBack(**w) for w in plain["writebacks"]], buffers), info
-
-
-class _Writer:
-    """Writes files under temporary names; `finish` puts all of them in place, the manifest last."""
-
-    def __init__(self, folder: Path, scratch: Path):
-        self._folder, self._scratch = folder, scratch
-        self._files: dict[str, dict[str, Any]] = {}
-
-    def __call__(self, name: str, writer: Callable[[Path], Any]) -> None:
-        path = self._scratch / name
-        writer(path)
-        self._files[name] = {"sha256": _sha256(path), "bytes": path.stat().st_size}
-
-    def finish(self, manifest: dict[str, Any]) -> None:
-        _write_json(self._scratch / MANIFEST, {**manifest, "files": self._files})
-        obsolete = _files_of(self._folder) - set(self._files)
-        for name in [*self._files, MANIFEST]:
-            os.replace(self._scratch / name, self._folder / name)
-        for name in obsolete:
-            (self._folder / name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[_Writer]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as scratch:
-            yield _Writer(folder, Path(scratch))
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write to {folder}: {error.strerror or error}", hint="choose another folder, or free some space"
-        ) from error
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _files_of(folder: Path) -> set[str]:
-    """Files that an artifact already in `folder` lists; none if there is no readable one."""
-    try:
-        return set(_read_manifest(folder)["files"])
-    except ArtifactError:
-        return set()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(
-            f"{folder} has no readable {MANIFEST}: {error.strerror or error}",
-            hint="pass a folder that LoweredModule.save wrote",
-        ) from error
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not JSON: {error}", hint="save the lowered module again") from error
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise ArtifactError(
-            f"{path} is not a manifest of this project", hint="pass a folder that LoweredModule.save wrote"
-        )
-    if version > FORMAT:
-        raise ArtifactError(
-            f"{folder.name} has format {version}; this version reads up to {FORMAT}", hint="update fx-trt-lowering"
-        )
-    names = manifest.get("files")
-    if not isinstance(names, dict) or any(os.path.basename(name) != name for name in names):
-        raise ArtifactError(f"{path} lists files outside its folder, or none", hint="save the lowered module again")
-    return manifest
-
-
-def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ArtifactError(f"{folder.name} lacks {name}", hint="copy the whole folder, or save again")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise ArtifactError(
-                f"{name} has {size} bytes; the manifest says {expected['bytes']}",
-                hint="the file is truncated or was replaced: copy it again, or save again",
-            )
-        if _sha256(path) != expected["sha256"]:
-            raise ArtifactError(
-                f"{name} is not the file that was saved (its SHA-256 differs)", hint="copy it again, or save again"
-            )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()

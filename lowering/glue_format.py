@@ -23,6 +23,7 @@ from fx_passes.ops import OPS
 from fx_passes.trace_args import check_fixed
 from fx_passes.wrap import is_wrapped
 from lowering.arguments import signature_of
+from lowering.glue_checks import HELD
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
@@ -34,7 +35,7 @@ _PLUMBING: tuple[Callable[..., Any], ...] = (
     *(getattr, len, int, float, max, min, slice, math.pow, torch.Size),
     *(torch._assert, check_branch, check_fixed),
 )
-_SELF = "_self"  # the model that wrapped methods belong to: held beside the glue graph, never a child of it
+_SELF = HELD  # the model that wrapped methods belong to: held beside the glue graph, never a child of it
 _GETATTR = "builtins.getattr"
 _TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "T", "mT", "layout")
 _METHODS = ("size", "dim", "numel", "items", "keys", "values", "get", "clone", "ndimension", "nelement")
@@ -45,13 +46,24 @@ def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Te
     """The graph as a list of plain nodes, and the tensors that its `get_attr` nodes read.
 
     Raises:
-        ArtifactError: a node holds a value that JSON cannot carry; names the node.
+        ArtifactError: a node holds a value that JSON cannot carry; names the node. Two functions have one name.
     """
     nodes, state = [], {}
+    functions: dict[str, Callable[..., Any]] = {}
     for node in glue.graph.nodes:
         plain: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_to_plain(glue, node)}
         plain["args"] = [_to_plain(node, a) for a in node.args]
         plain["kwargs"] = {key: _to_plain(node, a) for key, a in node.kwargs.items()}
+        if (signature := _python_signature(glue, node)) is not None:
+            plain["signature"] = signature
+        if isinstance(plain["target"], dict):
+            name = plain["target"]["fallback"]
+            if functions.setdefault(name, node.target) is not node.target:  # type: ignore[arg-type]
+                raise ArtifactError(
+                    f"two Python functions are called '{name}', and an artifact tells them by their names",
+                    node=node,
+                    hint="rename one of them",
+                )
         if node.op == "get_attr" and isinstance(value := _attribute(glue, str(node.target)), Tensor):
             state[str(node.target)] = value
         nodes.append(plain)
@@ -95,6 +107,25 @@ def _target_to_plain(glue: GraphModule, node: Node) -> Any:
     return {"fallback": function.__name__, "signature": signature_of(function)}
 
 
+def _python_signature(glue: GraphModule, node: Node) -> str | None:
+    """The signature of a method of the model or of a module that stays in Python, to compare when it is supplied."""
+    if node.op == "call_module":
+        module = glue.get_submodule(str(node.target))
+        return None if isinstance(module, Segment) else signature_of(module.forward)
+    receiver = node.args[0] if node.op == "call_method" and node.args else None
+    if isinstance(receiver, Node) and receiver.op == "get_attr" and str(receiver.target).split(".")[0] == _SELF:
+        return signature_of(getattr(_attribute(glue, str(receiver.target)), str(node.target)))
+    return None
+
+
+def _check_signature(what: str, function: Callable[..., Any], wanted: Any) -> None:
+    if wanted is not None and signature_of(function) != wanted:
+        raise ArtifactError(
+            f"{what} has the signature {signature_of(function)}; the lowered one had {wanted}",
+            hint="pass what was there when the model was lowered",
+        )
+
+
 class _Reader:
     """Resolves the targets of a file against the op table and what the caller supplied."""
 
@@ -118,7 +149,7 @@ class _Reader:
                 self._attributes[plain["name"]] = target
             return self._attribute(target)
         if op == "call_module":
-            return self._module(target)
+            return self._module(target, plain.get("signature"))
         if op == "call_method":
             return self._method(plain)
         if op == "call_function":
@@ -135,18 +166,20 @@ class _Reader:
             raise ArtifactError(f"the artifact lacks the tensor '{target}'", hint="save the lowered module again")
         return target
 
-    def _module(self, target: str) -> str:
+    def _module(self, target: str, signature: str | None) -> str:
         if target in self.segments:
             self.glue.add_module(target, self.segments[target])
             return target
         model = self._need_model(f"the module '{target}' stays in Python")
         *containers, name = target.split(".")
         try:
-            _container(self.glue, containers).add_module(name, model.get_submodule(target))
+            module = model.get_submodule(target)
         except AttributeError as error:
             raise ArtifactError(
                 f"the model that was passed has no submodule '{target}'", hint="pass the model that was lowered"
             ) from error
+        _check_signature(f"the forward of '{target}'", module.forward, signature)
+        _container(self.glue, containers).add_module(name, module)
         return target
 
     def _method(self, plain: dict[str, Any]) -> str:
@@ -155,11 +188,13 @@ class _Reader:
         owner = self._attributes.get(receiver.get("node", "")) if isinstance(receiver, dict) else None
         if owner is not None:
             # The caller handed this object in; of its methods, those that were wrapped can be called.
-            if not is_wrapped(getattr(_attribute(self.glue, owner), name, None)):
+            method = getattr(_attribute(self.glue, owner), name, None)
+            if method is None or not is_wrapped(method):
                 raise ArtifactError(
                     f"the artifact calls the method '{name}' of the model, which is not wrapped",
                     hint="pass the model that was lowered, with the same wrap() calls made",
                 )
+            _check_signature(f"the method '{name}'", method, plain.get("signature"))
         elif name not in _methods():
             raise ArtifactError(f"the artifact calls the method '{name}', which is no tensor operation")
         return name
@@ -179,11 +214,7 @@ class _Reader:
                 f"the Python function '{name}' stays outside the artifact",
                 hint=f"load(folder, fallbacks={{'{name}': {name}}})",
             )
-        if signature_of(function) != target["signature"]:
-            raise ArtifactError(
-                f"'{name}' has the signature {signature_of(function)}; the lowered one had {target['signature']}",
-                hint="pass the function that was wrapped when the model was lowered",
-            )
+        _check_signature(f"'{name}'", function, target["signature"])
         return function
 
     def _from_model_source(self, name: str) -> Callable[..., Any] | None:

@@ -173,7 +173,7 @@ def _alter(folder):
         pytest.param(lambda f: (f / "manifest.json").write_text("[]"), "not a manifest", id="other-json"),
         pytest.param(lambda f: _edit(f, lambda m: m.update(format=99)), "format 99", id="newer"),
         pytest.param(lambda f: _edit(f, lambda m: m["files"].update({"../x": {}})), "outside", id="path-escape"),
-        pytest.param(lambda f: _edit(f, lambda m: m.pop("segments")), "not well-formed", id="incomplete"),
+        pytest.param(lambda f: _edit(f, lambda m: m.pop("segments")), "list of segments", id="incomplete"),
     ],
 )
 def test_damage_is_an_error_that_says_what(damage, message, saved, tmp_path):

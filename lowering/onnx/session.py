@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError, LoweringError
 from lowering.aten import TensorSpec
+from lowering.spec_format import checked, spec_from_plain, spec_to_plain
 
 if TYPE_CHECKING:
     import onnx
@@ -249,21 +250,11 @@ class OnnxSession(nn.Module):
 
     # -- artifacts --------------------------------------------------------------------------------------------------
 
-    def artifact_record(self) -> dict[str, Any]:
-        """What the manifest says of this session."""
+    def artifact_record(self, *, include_network: bool = True) -> dict[str, Any]:
+        """What the manifest says of this session. An ONNX file is its own network, whatever is asked for."""
         return {
             "kind": "onnx",
-            "inputs": [
-                {
-                    "name": s.name,
-                    "dtype": str(s.dtype).removeprefix("torch."),
-                    "min": list(s.min),
-                    "opt": list(s.opt),
-                    "max": list(s.max),
-                    "symbols": None if s.symbols is None else list(s.symbols),
-                }
-                for s in self.inputs
-            ],
+            "inputs": [spec_to_plain(spec) for spec in self.inputs],
             "outputs": self.outputs,
             "target": self.target,
             "exact": self.exact,
@@ -279,24 +270,29 @@ class OnnxSession(nn.Module):
             files[f"{name}.trtexec.txt"] = lambda path: path.write_text(line + "\n", encoding="utf-8")
         return files
 
+    @staticmethod
+    def artifact_needs(name: str, record: dict[str, Any]) -> list[str]:
+        """Names of the files that `from_artifact` reads."""
+        return [f"{name}.onnx"]
+
     @classmethod
     def from_artifact(cls, folder: Path, name: str, record: dict[str, Any]) -> OnnxSession:
-        """The session that `artifact_files` and `artifact_record` described, with as many threads as torch has now."""
+        """The session that `artifact_files` and `artifact_record` described, with as many threads as torch has now.
+
+        Raises:
+            ArtifactError: the file is missing, or the record is damaged.
+        """
         path = folder / f"{name}.onnx"
         if not path.is_file():
             raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
-        inputs = [
-            TensorSpec(
-                i["name"],
-                getattr(torch, i["dtype"]),
-                tuple(i["min"]),
-                tuple(i["opt"]),
-                tuple(i["max"]),
-                None if i["symbols"] is None else tuple(i["symbols"]),
-            )
-            for i in record["inputs"]
+        inputs = [spec_from_plain(plain) for plain in checked(record.get("inputs"), list, f"the inputs of {name}")]
+        outputs = [
+            checked(o, str, f"an output of {name}")
+            for o in checked(record.get("outputs"), list, f"the outputs of {name}")
         ]
-        return cls(path.read_bytes(), inputs, record["outputs"], target=record["target"], exact=record["exact"])
+        target = checked(record.get("target"), str, f"the target of {name}")
+        exact = checked(record.get("exact"), bool, f"'exact' of {name}")
+        return cls(path.read_bytes(), inputs, outputs, target=target, exact=exact)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnnxSession:
         copy = type(self)(

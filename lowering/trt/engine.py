@@ -165,13 +165,13 @@ class TrtEngine(nn.Module):
 
     # -- artifacts --------------------------------------------------------------------------------------------------
 
-    def artifact_record(self) -> dict[str, Any]:
+    def artifact_record(self, *, include_network: bool = True) -> dict[str, Any]:
         """What the manifest says of this engine."""
         return {
             "kind": "tensorrt",
             "inputs": [spec_to_plain(spec) for spec in self.inputs],
             "outputs": self.outputs,
-            "network": self.reference is not None,
+            "network": include_network and self.reference is not None,
             "engines": [lists(asdict(file.target)) for file in self.engines],
             "cuda_graphs": self.cuda_graphs,
         }
