@@ -44,7 +44,15 @@ class LoweringError(Exception):
 
 
 class CaptureError(LoweringError):
-    """The model cannot be captured as a graph."""
+    """The model cannot be captured as a graph.
+
+    Args:
+        source: "file.py:12" of the user's line that is at fault, where there is no node.
+    """
+
+    def __init__(self, what: str, *, node: Node | None = None, hint: str | None = None, source: str | None = None):
+        super().__init__(what, node=node, hint=hint)
+        self.source = source
 
 
 class StageError(LoweringError):

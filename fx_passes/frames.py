@@ -14,7 +14,7 @@ from torch.fx.proxy import TraceError
 
 from fx_passes.errors import LoweringError
 
-__all__ = ["failure_reason", "traced_source", "user_frame", "user_line"]
+__all__ = ["failure_line", "failure_reason", "traced_source", "user_frame", "user_line"]
 
 _PACKAGE_DIRS = (
     os.path.dirname(torch.__file__) + os.sep,
@@ -55,9 +55,20 @@ def failure_reason(error: BaseException) -> str:
     message = str(error).strip().split("\n")[0] or type(error).__name__
     if not isinstance(error, (TraceError, LoweringError)):
         message = f"{type(error).__name__}: {message}"
+    found = _failing_frame(error)
+    if found is None:
+        return message
+    return f"{message} ({os.path.basename(found[0])}:{found[1]}: {linecache.getline(*found).strip()})"
+
+
+def failure_line(error: BaseException) -> str | None:
+    """The user's line at which it failed, as "file.py:12"."""
+    found = _failing_frame(error)
+    return f"{os.path.basename(found[0])}:{found[1]}" if found is not None else None
+
+
+def _failing_frame(error: BaseException) -> tuple[str, int] | None:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [(name, line) for name, line in frames if not name.startswith((*_PACKAGE_DIRS, "<"))]
     layers = [(name, line) for name, line in frames if f"torch{os.sep}nn{os.sep}" in name]
-    for name, line in (users or layers)[-1:]:
-        return f"{message} ({os.path.basename(name)}:{line}: {linecache.getline(name, line).strip()})"
-    return message
+    return next(iter((users or layers)[-1:]), None)

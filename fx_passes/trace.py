@@ -75,7 +75,7 @@ def _exported(
     try:
         graph = exported_graph(model, example_inputs, varying)
     except CaptureError as second:
-        raise CaptureError(f"{refusal.what}; {second.what}", hint=refusal.hint) from second
+        raise CaptureError(f"{refusal.what}; {second.what}", hint=refusal.hint, source=refusal.source) from second
     gm = GraphModuleWithAttr(model, graph)
     gm.meta["exported"] = refusal.what
     return gm

@@ -35,7 +35,7 @@ class AnsweringTracer(Tracer):
         """The items of a shape, or of a tuple of tensors whose length follows from sizes; else a TraceError."""
         value = self._examples().value(obj.node)
         if not isinstance(value, (tuple, list)):
-            return super().iter(obj)
+            raise TraceError("a loop runs over a traced value, whose length is not known")
         return iter([obj[i] for i in range(self.length(obj))])
 
     def length(self, obj: Proxy) -> int:

@@ -18,7 +18,7 @@ from fx_passes import trace_args
 from fx_passes.attention import straight_forward
 from fx_passes.errors import CaptureError
 from fx_passes.example_values import ExampleValues
-from fx_passes.frames import failure_reason, user_frame
+from fx_passes.frames import failure_line, failure_reason, user_frame
 from fx_passes.graph_module import GraphModuleWithAttr
 from fx_passes.objects import holds_traced, object_paths
 from fx_passes.patching import activate, current_tracer, replaced_factories
@@ -150,6 +150,7 @@ class QuantizationTracer(AnsweringTracer):
             f"the forward of {name} cannot be traced: {failure.reason}",
             hint="move this code into a function or method and wrap() it: the call then stays Python; "
             "or move it into a submodule, which becomes a leaf; or fix the argument with concrete_args",
+            source=None if failure.__cause__ is None else failure_line(failure.__cause__),
         )
 
     # -- modules -----------------------------------------------------------------------------------------------

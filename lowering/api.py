@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fx_passes.errors import InputError
-from lowering.inputs import CalibrationData, Example, example_for, shape_range
+from fx_passes.errors import CaptureError, InputError
+from lowering.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
 from lowering.module import LoweredModule
+from lowering.request import Request
 from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def lower_to_trt(
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
     qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
     settings: Settings | dict[str, Any] | None = None,
+    dry_run: bool = False,
 ) -> LoweredModule:
     """Lower a model to TensorRT engines, with its wrapped post-processing as Python calls between them.
 
@@ -55,6 +57,8 @@ def lower_to_trt(
         qconfig: with "int8" and "auto", what to quantize otherwise, and where: a `QConfig`, its dict, or the path of a
             TOML or JSON file. None: what the target wants.
         settings: a `lowering.Settings` or a dict of its fields.
+        dry_run: capture, quantize, partition and check every operator, but build nothing. The module that comes back
+            has its `summary()` and `report()`, without engines; calling it raises.
 
     Returns:
         A module that runs on a GPU, and with `simulate` on the CPU.
@@ -75,8 +79,9 @@ def lower_to_trt(
 
     options = _options(precision, settings, float_type="fp16")
     backend = TensorRTBackend(precision, compute_capabilities, options)
-    shapes = (dynamic_batch, dynamic_shapes)
-    return _lower(model, example_inputs, backend, precision, calibration, shapes, qconfig, options)
+    data = CalibrationData(calibration, options.kept_batches)
+    request = Request(backend, precision, data, qconfig, options, build=not dry_run)
+    return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
 
 
 def lower_to_onnx(
@@ -90,11 +95,12 @@ def lower_to_onnx(
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
     qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
     settings: Settings | dict[str, Any] | None = None,
+    dry_run: bool = False,
 ) -> LoweredModule:
     """Lower a model to ONNX files and sessions that run them.
 
     Args:
-        model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, qconfig, settings: as in
+        model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, qconfig, settings, dry_run: as in
             `lower_to_trt`; with "int8" the rest is fp32 by default. "auto" measures int8 and float and keeps the
             faster.
         runtime: "onnxruntime" (uint8 activations, for the CPU), "tensorrt" (a Q/DQ file with TensorRT's scheme and
@@ -120,37 +126,51 @@ def lower_to_onnx(
         raise InputError(f"runtime is {runtime!r}", hint=f"use one of {', '.join(RUNTIMES)}")
     options = _options(precision, settings, float_type="fp32")
     backend = OnnxBackend(precision, "onnxruntime" if runtime == "auto" else runtime, options)
-    shapes = (dynamic_batch, dynamic_shapes)
-    return _lower(model, example_inputs, backend, precision, calibration, shapes, qconfig, options)
+    data = CalibrationData(calibration, options.kept_batches)
+    request = Request(backend, precision, data, qconfig, options, build=not dry_run)
+    return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
 
 
-def _lower(
-    model: nn.Module,
-    example_inputs: Any,
-    backend: Any,
-    precision: str,
-    calibration: Iterable[Any] | None,
-    dynamic: tuple[DynamicBatch, Any],
-    qconfig: Any,
-    settings: Settings,
-) -> LoweredModule:
+def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, Any], request: Request) -> LoweredModule:
     """The pipeline shared by all backends, which differ in placement target, in what they take and what they build."""
     from lowering.capture import captured
-    from lowering.segments import segmented
-    from lowering.summary import gather
+    from lowering.hierarchy import lower_children
 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
-    data = CalibrationData(calibration, settings.kept_batches)
-    example = example_for(model, example_inputs, data)
-    sizes = shape_range(model, example, *dynamic)
+    sizes = shape_range(model, example_for(model, example_inputs, request.data), *dynamic)
     with _collector_paused():
-        graph: GraphModule = captured(model, sizes, backend.target, precision, data, qconfig, settings)
-        parts = segmented(graph, sizes, settings, backend.unsupported)
-        infos = [backend.lower(parts, name, program) for name, program in parts.programs.items()]
-    lowered = LoweredModule(parts.glue, infos, parts.fallbacks, gather(backend, parts, precision, settings))
-    _check_smallest(lowered, backend, sizes)
+        try:
+            graph = captured(model, sizes, request)
+        except CaptureError as refusal:
+            lowered = lower_children(model, sizes, request, refusal)
+        else:
+            lowered = _lower_graph(model, graph, sizes, request)
+    if request.build:
+        _check_smallest(lowered, request.backend, sizes)
     return lowered
+
+
+def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, request: Request) -> LoweredModule:
+    """The model is one graph: its segments, the Python between them, and what can be lowered inside that Python."""
+    from lowering.backend import built_segments
+    from lowering.children import WithChildren
+    from lowering.hierarchy import lower_leaves
+    from lowering.segments import segmented
+    from lowering.summary import details_of
+
+    parts = segmented(graph, sizes, request.settings, request.backend.unsupported)
+    infos, fallbacks = built_segments(parts, request), parts.fallbacks
+    glue: nn.Module = parts.glue
+    flops = parts.measured.flops * parts.measured.flops_share
+    leaves = lower_leaves(model, parts, sizes, request)
+    if leaves is not None:
+        glue, infos, fallbacks = WithChildren(glue, leaves.children), infos + leaves.infos, fallbacks + leaves.fallbacks
+        flops += leaves.flops
+    refused = graph.meta.get("exported")
+    capture = {"route": "torch.export", "reason": refused} if refused else {"route": "symbolic tracing"}
+    share = flops / parts.measured.flops if parts.measured.flops else 1.0
+    return LoweredModule(glue, infos, fallbacks, details_of(request, parts.measured.flops, share, capture))
 
 
 @contextmanager

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fx_passes.errors import ArtifactError, BackendUnavailableError
 from lowering.module import Segment, SegmentInfo
-from lowering.summary import op_rows
+from lowering.summary import op_rows, precision_text
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
+    from lowering.request import Request
     from lowering.segments import Segmented
 
-__all__ = ["Backend", "graph_of", "install", "segment_info"]
+__all__ = ["Backend", "Unbuilt", "built_segments", "graph_of", "install", "segment_info"]
 
 
 class Backend(Protocol):
@@ -64,3 +66,29 @@ def install(glue: GraphModule, name: str, backend: nn.Module, program: AtenProgr
     values = dict(glue.get_submodule(name).named_buffers())
     buffers = {fqn: values[fqn] for fqn in program.buffer_inputs}
     setattr(glue, name, Segment(name, backend, program.writebacks, buffers))
+
+
+def built_segments(parts: Segmented, request: Request) -> list[SegmentInfo]:
+    """Build every segment in its place in `parts.glue`, or put in its place what says that nothing was built."""
+    if request.build:
+        return [request.backend.lower(parts, name, program) for name, program in parts.programs.items()]
+    infos = []
+    for name, program in parts.programs.items():
+        precision = precision_text("int8" if request.precision == "auto" else request.precision, request.settings)
+        infos.append(segment_info(parts, name, backend=f"{request.backend.target} (dry run)", precision=precision))
+        install(parts.glue, name, Unbuilt(), program)
+    return infos
+
+
+class Unbuilt(nn.Module):
+    """Stands for the engine or session of a segment after a dry run."""
+
+    def forward(self, *inputs: Any) -> Any:
+        raise BackendUnavailableError(
+            "a dry run builds nothing that could be called", hint="lower again without dry_run=True"
+        )
+
+    simulate = forward
+
+    def artifact_files(self, name: str, **options: Any) -> Any:
+        raise ArtifactError(f"a dry run built nothing of {name} to save", hint="lower again without dry_run=True")

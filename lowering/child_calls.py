@@ -55,6 +55,11 @@ class Call:
     def __post_init__(self) -> None:
         self.leaves = leaves_of(self.arguments)
 
+    @classmethod
+    def of(cls, path: str, parents: tuple[str, ...], arguments: dict[str, Any]) -> Call:
+        """From the arguments themselves."""
+        return cls(path, parents, pytree.tree_map(_described, arguments))
+
     @property
     def form(self) -> tuple[Any, ...]:
         """What calls of one program have in common: where tensors are, their ranks and types, and all other values."""
@@ -114,8 +119,7 @@ def record_calls(root: nn.Module, example: Example) -> tuple[list[Call], int]:
         signature = inspect.signature(forward)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            arguments = pytree.tree_map(_described, bound_arguments(signature, args, kwargs))
-            call = Call(path, tuple(c.path for c in running), arguments)
+            call = Call.of(path, tuple(c.path for c in running), bound_arguments(signature, args, kwargs))
             calls.append(call)
             running.append(call)
             before = counter.total, counter.heavy

@@ -24,7 +24,7 @@ from lowering.child_calls import Call, Opaque, Shape, record_calls
 from lowering.children import Accepts, TensorRange
 from lowering.inputs import Example, ShapeRange, resized
 
-__all__ = ["Child", "Choice", "choose"]
+__all__ = ["Child", "Choice", "choose", "computes"]
 
 # A size that follows from the data (a number of boxes) was seen for a few images only: more than that may come.
 HEADROOM = 2
@@ -58,6 +58,11 @@ class Child:
         """FLOPs of all its calls at the opt sizes."""
         return sum(call.flops for call in self.calls)
 
+    def takes(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call with these arguments, whatever their sizes, is one of its program."""
+        call = Call.of(self.path, (), arguments)
+        return call.form == self.calls[0].form and all(all(shape.sizes) for shape in call.shapes())
+
     def accepts(self, dynamic: bool = True) -> Accepts:
         """The calls that its program takes; those with the opt sizes alone if it is not `dynamic`."""
         ranges = iter(self.ranges)
@@ -73,7 +78,7 @@ class Child:
         """Its calls at the smallest, usual and largest sizes, with the values of `tensors`, repeated or cut."""
         low, high = ([r[i] for r in self.ranges] for i in (0, 1))
         if low == high:
-            return _fixed(self.at(tensors, None))
+            return self.fixed(tensors)
         export = [
             tuple(max(n, 2) if a != b else n for n, a, b in zip(shape.sizes, *r, strict=True))
             for shape, r in zip(self.calls[0].shapes(), self.ranges, strict=True)
@@ -81,6 +86,11 @@ class Child:
         return ShapeRange(
             self.at(tensors, low), self.at(tensors, None), self.at(tensors, high), self.at(tensors, export)
         )
+
+    def fixed(self, tensors: list[Tensor]) -> ShapeRange:
+        """Its call with these tensors alone."""
+        example = self.at(tensors, None)
+        return ShapeRange(example, example, example, example)
 
     def at(self, tensors: list[Tensor], sizes: list[Sizes] | None) -> Example:
         """One call with these tensors, brought to these sizes."""
@@ -153,9 +163,13 @@ class _Chooser:
 
     def _visit(self, path: str) -> None:
         calls = [c for c in self.opt if c.path == path and not self.chosen & set(c.parents)]
-        if path in self.chosen or path in self.choice.refused or not sum(c.heavy for c in calls):
+        if path in self.chosen or path in self.choice.refused or not calls:
             return
         module = self.root.get_submodule(path)
+        if not sum(c.heavy for c in calls):
+            if computes(module):
+                self.choice.refused[path] = "there was nothing for it to compute on the example inputs"
+            return
         if is_wrapped_module(module):
             self.choice.refused[path] = "wrapped by the user"
             return
@@ -210,7 +224,7 @@ class _Chooser:
         for path, module in self.root.named_modules():
             inside = any(path == other or path.startswith(f"{other}.") for other in known)
             if path and not inside and not any(f"{other}.".startswith(f"{path}.") for other in called):
-                if _computes(module):
+                if computes(module):
                     self.choice.refused[path] = "not called on the example inputs"
                 known.add(path)
 
@@ -226,7 +240,8 @@ def _extremes(calls: list[Call], path: str, form: tuple[Any, ...]) -> list[tuple
     ]
 
 
-def _computes(module: nn.Module) -> bool:
+def computes(module: nn.Module) -> bool:
+    """Whether there is a convolution or linear layer in a module."""
     weighted = tuple(m for op in OPS.values() if op.role is Role.WEIGHTED for m in op.modules)
     return any(isinstance(m, weighted) for m in module.modules())
 
@@ -253,10 +268,6 @@ def _probe(root: nn.Module, examples: Iterator[Example]) -> Iterator[list[Call]]
             yield record_calls(root, example)[0]
         except Exception as error:  # shuffled pixels and zeros may be no input that the model's Python expects
             logging.getLogger(__name__).debug("a probe of %s failed: %s", type(root).__name__, error)
-
-
-def _fixed(example: Example) -> ShapeRange:
-    return ShapeRange(example, example, example, example)
 
 
 def _resized(tensor: Tensor, sizes: Sizes) -> Tensor:

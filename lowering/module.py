@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
+from lowering.children import LoweredChild, WithChildren
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,14 +130,15 @@ class LoweredModule(nn.Module):
     Made by `lower_to_trt`, `lower_to_onnx` and `load`. Its attributes:
 
     Attributes:
-        glue: `torch.fx.GraphModule` of segments and Python fallbacks.
+        glue: calls segments and Python fallbacks: a `torch.fx.GraphModule`, or, where the model itself stays Python, a
+            `WithChildren` around a copy of it.
         segments: what is known of each segment.
         fallbacks: every call that stays in Python, with the reason.
-        details: target, precision, flops_share, settings, versions, threads.
+        details: target, precision, flops_share, capture, settings, versions, threads.
     """
 
     def __init__(
-        self, glue: GraphModule, segments: list[SegmentInfo], fallbacks: list[Fallback], details: dict[str, Any]
+        self, glue: nn.Module, segments: list[SegmentInfo], fallbacks: list[Fallback], details: dict[str, Any]
     ):
         super().__init__()
         self.glue = glue
@@ -173,7 +174,11 @@ class LoweredModule(nn.Module):
 
     def backend_segments(self) -> list[Segment]:
         """The segments of the glue graph, in order."""
-        return [m for m in self.glue.children() if isinstance(m, Segment)]
+        return [m for m in self.glue.modules() if isinstance(m, Segment)]
+
+    def lowered_children(self) -> list[LoweredChild]:
+        """The submodules that were lowered one by one, where the model itself stays Python."""
+        return list(self.glue.lowered) if isinstance(self.glue, WithChildren) else []  # type: ignore[arg-type]
 
     def summary(self) -> str:
         """What runs where and in which precision, every fallback with its reason, as text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class Request:
         backend: a `lowering.backend.Backend`.
         precision: as in `lower_to_trt`.
         data: calibration batches, perhaps none.
+        qconfig: what to quantize otherwise, and where (see `lower_to_trt`).
         settings: with `float_type` filled in.
         build: whether segments are built; else a report of what would be is all (a dry run).
     """
@@ -28,6 +29,7 @@ class Request:
     backend: Any
     precision: str
     data: CalibrationData
+    qconfig: Any
     settings: Settings
     build: bool = True
 
@@ -40,3 +42,8 @@ class Request:
     def shows_progress(self) -> bool:
         """Whether progress bars are shown: on a terminal, unless the settings say otherwise."""
         return sys.stderr.isatty() if self.settings.progress is None else self.settings.progress
+
+    @property
+    def partial_settings(self) -> Settings:
+        """The settings for a part of a model, of which alone full lowering is not asked."""
+        return replace(self.settings, require_full_lowering=False)

@@ -21,7 +21,7 @@ from lowering.inputs import ShapeRange
 if TYPE_CHECKING:
     from lowering.settings import Settings
 
-__all__ = ["Fallback", "Segmented", "segmented"]
+__all__ = ["Fallback", "Segmented", "refuse_fallbacks", "segmented"]
 
 Unsupported = Callable[[str, AtenProgram], dict[Node, str]]
 
@@ -99,13 +99,22 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
         for node in glue.graph.nodes
         if node.meta.get("python")
     ]
+    refuse_fallbacks(fallbacks, settings)
+    return Segmented(glue, programs, measured, fallbacks)
+
+
+def refuse_fallbacks(fallbacks: list[Fallback], settings: Settings) -> None:
+    """Raise if anything stays in Python although the settings forbid it.
+
+    Raises:
+        UnsupportedOpError: `settings.require_full_lowering`, and there is a fallback.
+    """
     if settings.require_full_lowering and fallbacks:
         lines = "\n".join(f"  - {f.node} ({f.source}): {f.reason}" for f in fallbacks)
         raise UnsupportedOpError(
             f"{len(fallbacks)} calls stay in Python:\n{lines}",
             hint="drop settings.require_full_lowering, or rewrite these calls",
         )
-    return Segmented(glue, programs, measured, fallbacks)
 
 
 def _keep_in_python(graph: GraphModule, refused: dict[str, str]) -> None:

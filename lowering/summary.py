@@ -15,25 +15,33 @@ from fx_passes.ops import is_size
 from lowering.module import LoweredModule, OpRow, SegmentInfo
 
 if TYPE_CHECKING:
-    from lowering.segments import Segmented
+    from lowering.request import Request
     from lowering.settings import Settings
 
-__all__ = ["gather", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
+__all__ = ["details_of", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
 
 _PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx_cu13", "tensorrt")
 _LISTED_ROWS = 12
 
 
-def gather(backend: Any, parts: Segmented, precision: str, settings: Settings) -> dict[str, Any]:
-    """The details that hold for the whole lowering."""
+def details_of(request: Request, flops: int, flops_share: float, capture: dict[str, str]) -> dict[str, Any]:
+    """The details that hold for the whole lowering.
+
+    Args:
+        request: what was asked for.
+        flops: of one call of the model at the opt sizes.
+        flops_share: share of them inside segments, 0 to 1.
+        capture: "route", and "reason" why it was not symbolic tracing.
+    """
     return {
-        "target": backend.target,
-        "precision": precision,
-        "flops_share": parts.measured.flops_share,
-        "flops": parts.measured.flops,
-        "threads": backend.threads,
+        "target": request.backend.target,
+        "precision": request.precision,
+        "flops_share": flops_share,
+        "flops": flops,
+        "threads": request.backend.threads,
+        "capture": capture,
         "versions": versions(),
-        "settings": settings.as_dict(),
+        "settings": request.settings.as_dict(),
     }
 
 
@@ -70,6 +78,8 @@ def report_data(lowered: LoweredModule) -> dict[str, Any]:
         **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
         "segments": [segment.as_dict() for segment in lowered.segments],
         "fallbacks": [asdict(f) for f in lowered.fallbacks],
+        "capture": lowered.details["capture"],
+        "outside": {child.path: dict(child.outside) for child in lowered.lowered_children() if child.outside},
         "threads": lowered.details["threads"],
         "versions": lowered.details["versions"],
         "settings": lowered.details["settings"],
@@ -83,13 +93,29 @@ def summary_text(lowered: LoweredModule) -> str:
         f"Lowered for {details['target']}, precision {details['precision']}: {len(lowered.segments)} segment(s), "
         f"{details['flops_share']:.1%} of {details['flops'] / 1e9:.2f} GFLOPs, "
         f"{len(lowered.fallbacks)} Python fallback(s)",
+        *_capture_lines(details["capture"]),
     ]
     for segment in lowered.segments:
         lines += ["", *_segment_lines(segment.completed())]
     if lowered.fallbacks:
         lines += ["", "Stays in Python:"]
         lines += [f"  {f.node} ({f.source or 'no source line'}): {f.reason}" for f in lowered.fallbacks]
+    outside = [(child.path, item) for child in lowered.lowered_children() for item in child.outside.items()]
+    if outside:
+        lines += ["", "Calls that PyTorch ran, as they are outside of what was lowered:"]
+        lines += [f"  {path}: {count} x {reason}" for path, (reason, count) in outside]
     return "\n".join(lines) + "\n"
+
+
+_ROUTES = {
+    "torch.export": "Captured by torch.export, as symbolic tracing is refused",
+    "children": "The model itself stays Python and its submodules are lowered one by one",
+}
+
+
+def _capture_lines(capture: dict[str, str]) -> list[str]:
+    route = _ROUTES.get(capture["route"])
+    return [f"{route}: {capture['reason']}"] if route is not None else []
 
 
 def _segment_lines(segment: SegmentInfo) -> list[str]:
