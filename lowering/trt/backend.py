@@ -117,9 +117,11 @@ class TensorRTBackend:
 
     def _cast(self, program: AtenProgram) -> AtenProgram:
         from lowering.aten import cast_float_part
+        from lowering.trt.whole_products import keep_products_whole
 
         dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
-        return program if dtype == torch.float32 else cast_float_part(program, dtype)
+        program = program if dtype == torch.float32 else cast_float_part(program, dtype)
+        return keep_products_whole(program) if self.flavour == "rtx" else program
 
 
 def _moved(engine: Engine) -> int:
