@@ -60,8 +60,8 @@ COLUMNS = {
     "TensorRT int8": "our converters' int8 network, executed, is at 30 dB or more from the int8 graph, "
     "or no layer fed alone is more than one step off",
     "parser int8": "so is the network that NVIDIA's parser makes of the Q/DQ file, from ours or from the int8 graph",
-    "engine": 'the builder takes the int8 network with its float part in fp16; "-" where that was done for a smaller model '
-    "of the family",
+    "engine": "the builder takes the int8 network with its float part in fp16; - where it took a smaller model of the "
+    "same family",
 }
 
 

@@ -68,6 +68,14 @@ class MaxPoolIndicesIgnored(nn.Module):
         return F.max_pool2d(x, 2, return_indices=True)[0]
 
 
+BF16 = [
+    ("bfloat16_conv", nn.Conv2d(4, 6, 3).bfloat16(), (X2.bfloat16(),)),
+    ("bfloat16_deconv", nn.ConvTranspose2d(4, 6, 3, stride=2).bfloat16(), (X2.bfloat16(),)),
+    ("bfloat16_deconv1d", nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1).bfloat16(), (X1.bfloat16(),)),
+    ("bfloat16_deconv_runtime_weight", F.conv_transpose2d, (X2.bfloat16(), torch.randn(4, 6, 3, 3).bfloat16())),
+]
+
+
 POOLING = [
     pool("max1d", nn.MaxPool1d(3, 2, 1), X1),
     pool("max2d", nn.MaxPool2d(3, 2, 1), X2),
@@ -200,7 +208,7 @@ DYNAMIC = [
          ((X2[:1], GRID[:1]),)),
 ]  # fmt: skip
 
-CASES = [Case(*row) for row in CONVOLUTIONS + POOLING + RESIZE + PADDING + SAMPLING] + DYNAMIC
+CASES = [Case(*row) for row in CONVOLUTIONS + BF16 + POOLING + RESIZE + PADDING + SAMPLING] + DYNAMIC
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -53,7 +53,14 @@ class Windows(Reduction):
         padding: Sequence[tuple[int, int]],
         groups: int,
     ) -> Tensor:
-        """Transposed convolution; weight (C, C_out / groups, kernel...); `padding` is cut from the full result."""
+        """Transposed convolution; weight (C, C_out / groups, kernel...); `padding` is cut from the full result.
+
+        In bfloat16 it is computed in float32: TensorRT-RTX 1.7 has no kernel for it ("Could not infer output types").
+        """
+        if self.dtype(x) == torch.bfloat16:
+            wide = [None if v is None else self._widened(v) for v in (weight, bias)]
+            result = self.deconvolution(self.cast(x, torch.float32), wide[0], wide[1], stride, padding, groups)
+            return self.cast(result, torch.bfloat16)
         kernel = tuple(weight.shape)
         x = self.tensor(x)
         layer = self.definition.add_deconvolution_nd(
@@ -61,6 +68,10 @@ class Windows(Reduction):
         )
         ones = [1] * len(stride)
         return self._finish_window("deconvolution", layer, x, weight, bias, stride, padding, ones, groups)
+
+    def _widened(self, value: Value) -> Value:
+        """A host constant or a tensor in float32."""
+        return value.float() if isinstance(value, torch.Tensor) else self.cast(value, torch.float32)
 
     def _own_weights(self, value: Value | None, x: Tensor) -> object:
         if isinstance(value, torch.Tensor) and value.numel():
