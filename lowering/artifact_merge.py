@@ -6,8 +6,9 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+
+from torch.fx import Graph, GraphModule
 
 from fx_passes.errors import ArtifactError
 from lowering.artifact_files import Writer, check_files, read_manifest, write_json, writing
@@ -61,7 +62,7 @@ def merge(folder: str | Path, other: str | Path) -> Path:
                 _add_engines(write, mine, source.folder, theirs)
             _write_told(write, base.manifest)
             write.finish(base.manifest)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(
             f"the manifest of {base.folder.name} or {source.folder.name} is damaged: {error!r}"
         ) from error
@@ -130,6 +131,6 @@ def _write_told(write: Writer, manifest: dict[str, Any]) -> None:
         for segment in manifest["segments"]
     ]
     stays = [Fallback(**plain) for plain in manifest["fallbacks"]]
-    told = cast("LoweredModule", SimpleNamespace(details=manifest["details"], segments=infos, fallbacks=stays))
+    told = LoweredModule(GraphModule({}, Graph()), infos, stays, manifest["details"])
     write("summary.txt", lambda path: path.write_text(summary_text(told), encoding="utf-8"))
     write("report.json", lambda path: write_json(path, report_data(told)))

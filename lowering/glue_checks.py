@@ -30,9 +30,13 @@ def check_nodes(nodes: Any) -> None:
         ArtifactError: a node lacks a part, a part has another type, or a name is no identifier.
     """
     held: set[str] = set()
+    seen: set[str] = set()
     for plain in checked(nodes, list, "the glue graph"):
         checked(plain, dict, "a node of the glue graph")
         name = checked(plain.get("name"), str, "the name of a node")
+        if name in seen:
+            raise ArtifactError(f"two nodes of the glue graph are called {name!r}")
+        seen.add(name)
         kind = checked(plain.get("op"), str, f"the kind of node '{name}'")
         if kind not in _KINDS:
             raise ArtifactError(f"node '{name}' has the unknown kind {kind!r}", hint="update fx-trt-lowering")
@@ -48,6 +52,8 @@ def check_nodes(nodes: Any) -> None:
             _references([*plain["args"], *plain["kwargs"].values()])
         ):
             raise ArtifactError(f"node '{name}' passes on the caller's model, which only its wrapped methods may take")
+    if [plain["op"] for plain in nodes].count("output") != 1 or nodes[-1]["op"] != "output":
+        raise ArtifactError("the glue graph does not end in one output")
 
 
 def _may_take_the_model(plain: dict[str, Any], held: set[str]) -> bool:
