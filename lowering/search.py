@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +28,32 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import CalibrationError, InputError
+from fx_passes.ops import Role, op_of
 from fx_passes.quantize.annotation import Granularity, annotation_of, quantized_values
 from fx_passes.quantize.calibrate import call_with_batch
 from fx_passes.quantize.convert import convert_fx, float_reference
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer import layer_of
 from fx_passes.quantize.layer_error import LayerError, layer_errors
+from fx_passes.quantize.qconfig import QConfig
 from lowering.roofline import LAUNCH_US, Floor, Gpu, engine_floor, gpu_named, kernel_floors, representative_gpu
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
+    from lowering.inputs import ShapeRange
+    from lowering.request import Request
 
-__all__ = ["Placement", "PlacementSearch", "Unit", "search_placement"]
+__all__ = ["Placement", "PlacementSearch", "Unit", "placement_text", "search_placement", "searched", "widened"]
 
 Choice = Mapping[str, "Granularity | None"]
 """The layers in int8 by node name, each with the granularity of its weight scales (None: it has no weight)."""
+
+# Nodes between the two products of an attention: scaling, mask, softmax, casts, observers.
+_SOFTMAX_STEPS = 8
+# The search for a lower floor ends after this many groups that were toggled in vain.
+_PATIENCE = 4
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,61 @@ class _Engines:
         return engine_floor(self.rows(choice), self.gpu)
 
 
+def widened(fused: GraphModule, qconfig: QConfig | Mapping[Any, Any] | None) -> tuple[GraphModule, QConfig]:
+    """A graph and a configuration with more in int8 than the target's rules place: what the search starts from.
+
+    Attention is written out, and its products are quantized with the weights that the softmax gives, unless the
+    configuration keeps them float.
+
+    Args:
+        fused: a fused float graph; it stays as it is.
+        qconfig: the user's.
+    """
+    graph, products = write_out_attention(fused)
+    wanted = QConfig.of(qconfig)
+    configs = {node.name: config for node, config in wanted.resolve(graph).items()}
+    more = {name: {"dtype": "int8"} for pair in products for name in pair if configs[name].dtype != "float"}
+    return graph, QConfig({**{key: wanted[key] for key in wanted}, **more})
+
+
+def searched(prepared: GraphModule, sizes: ShapeRange, request: Request) -> GraphModule:
+    """A calibrated graph converted as the search places it; a float graph where int8 gains nothing.
+
+    Args:
+        prepared: with everything in int8 that may be.
+        sizes: one call of the model.
+        request: its `search` says what to look for, its backend builds the engines.
+
+    Returns:
+        A graph with the placement, as plain data, in `meta["placement"]`.
+    """
+    from lowering.segments import segmented
+
+    assert request.search is not None
+    backend = request.backend
+    parts = segmented(convert_fx(prepared), sizes, request.partial_settings, backend.unsupported)
+    data = request.data if request.data else [sizes.opt.inputs()]
+    gpu = request.search.on(backend.capabilities)
+    placement = search_placement(prepared, parts.programs, backend.listing, data, request.search, gpu)
+    placed = decide(prepared, placement.decisions)
+    graph = convert_fx(placed) if placement.int8_layers else float_reference(placed)
+    graph.meta["placement"] = placement.as_dict()
+    return graph
+
+
+def placement_text(placement: Mapping[str, Any], float_type: str) -> list[str]:
+    """What a summary says of a placement, given as plain data."""
+    floors = {name: f"{floor['total_us']:.1f}" for name, floor in placement["floors"].items()}
+    others = f"{floors['float']} us in {float_type}, {floors['int8 wherever possible']} us with int8 wherever possible"
+    start = f"Placement searched for {placement['gpu']}, {placement['builds']} engines built: "
+    if not placement["int8_layers"]:
+        return [f"{start}int8 does not lower the roofline floor (a floor, no measurement): {others}"]
+    return [
+        f"{start}{placement['int8_layers']} of {placement['layers']} layers in int8, outputs at "
+        f"{placement['sqnr_db']:.1f} dB; roofline floor (no measurement) {floors['placed']} us; {others}"
+    ]
+
+
 def search_placement(
     prepared: GraphModule,
     programs: Mapping[str, AtenProgram],
@@ -201,7 +266,7 @@ def search_placement(
     decisions = {}
     for unit in units:
         if unit in kept:
-            reason = f"lowers the roofline floor on {gpu.name}, by about {unit.gain:.2f} us"
+            reason = f"int8 lowers the roofline floor on {gpu.name}"
         elif unit in fastest and kept:
             reason = f"with it the outputs are less than {wish.sqnr_db:g} dB above the noise"
         else:
@@ -235,6 +300,8 @@ def _units(prepared: GraphModule, errors: Mapping[str, LayerError]) -> list[Unit
         together = {reader for reader in value.readers if reader.name in errors}
         for reader in list(together):
             together |= owner.get(reader, set())
+        for reader in list(together):
+            together |= {product for product in _products_before(reader) if product.name in errors}
         for reader in together:
             owner[reader] = together
     units = []
@@ -248,6 +315,25 @@ def _units(prepared: GraphModule, errors: Mapping[str, LayerError]) -> list[Unit
         noise = sum(errors[n.name].noise for n in members)
         units.append(Unit(layers, tuple(_form(prepared, n) for n in members), noise))
     return units
+
+
+def _products_before(node: Node) -> Iterator[Node]:
+    """The products whose softmax `node` multiplies: there is a kernel for an attention that is int8 throughout."""
+    if not _is_product(node):
+        return
+    for value in node.all_input_nodes:
+        passed: list[str] = []
+        while value.all_input_nodes and not _is_product(value) and len(passed) < _SOFTMAX_STEPS:
+            op = op_of(value)
+            passed.append(op.name if op is not None else "")
+            value = value.all_input_nodes[0]
+        if "softmax" in passed and _is_product(value):
+            yield value
+
+
+def _is_product(node: Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.role is Role.MATMUL
 
 
 def _form(prepared: GraphModule, node: Node) -> tuple[Any, ...]:
@@ -268,7 +354,6 @@ def _with_gains(units: Sequence[Unit], engines: _Engines) -> list[Unit]:
 
 def _labels(units: Sequence[Unit], programs: Mapping[str, AtenProgram]) -> dict[str, tuple[int, bool]]:
     """What the network calls the layers of each unit and the quantization of what they read -> (unit, is a layer)."""
-    from fx_passes.ops import Role
     from lowering.trt.nodes import label_of
     from lowering.twin import layer_name, role_of
 
@@ -314,11 +399,12 @@ def _lowest_floor(units: Sequence[Unit], engines: _Engines, builds: int) -> list
         return engines.floor(_choice(members(keys))).total_us
 
     best = min((frozenset(k for k in groups if expected[k] > 0.0), frozenset(groups), frozenset()), key=floor)
+    in_vain = 0
     for key in sorted(groups, key=lambda k: abs(expected[k])):
-        if engines.builds >= builds:
+        if engines.builds >= builds or in_vain == _PATIENCE:
             break
-        if floor(best ^ {key}) < floor(best):
-            best ^= {key}
+        lower = floor(best ^ {key}) < floor(best)
+        best, in_vain = (best ^ {key}, 0) if lower else (best, in_vain + 1)
     return members(best)
 
 

@@ -15,7 +15,7 @@ from fx_passes.quantize.decomposed import decomposed
 from lowering.aten import AtenProgram
 from lowering.aten_state import rebuild
 
-__all__ = ["float_twin", "layer_name", "partial_twin", "role_of"]
+__all__ = ["float_twin", "is_quantized", "layer_name", "partial_twin", "role_of"]
 
 
 def float_twin(program: AtenProgram) -> AtenProgram:
@@ -46,6 +46,11 @@ def partial_twin(program: AtenProgram, kept: Mapping[str, Granularity | None]) -
         A new program with the same inputs and outputs; `program` is not changed.
     """
     return _Twin(program, kept).make()
+
+
+def is_quantized(program: AtenProgram) -> bool:
+    """Whether anything in a program is dequantized."""
+    return any(role_of(node) is Role.DEQUANTIZE for node in program.call_nodes())
 
 
 def layer_name(node: Node) -> str:

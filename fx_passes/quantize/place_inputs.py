@@ -36,6 +36,9 @@ def _place(
         return site.annotation(site.float_reason)
     if site.name == "add":
         return _place_add(node, site, sites, rules, depth)
+    if site.role is Role.MATMUL and site.config.dtype == "int8":
+        reason = f"{site.name}: product of two activations, in int8 as configured ({site.config.origin})"
+        return site.annotation(reason, quantized_inputs=tuple(range(len(node.all_input_nodes))))
     return site.annotation(_why_float(site))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from lowering.backend import install, segment_info
 from lowering.module import SegmentInfo
 from lowering.settings import FLOAT_TYPES, Settings
 from lowering.summary import precision_text
-from lowering.twin import float_twin
+from lowering.twin import float_twin, is_quantized
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
@@ -69,9 +70,9 @@ class TensorRTBackend:
         from lowering.trt.engine import TrtEngine
 
         engine, reference = self._build(program, name)
-        quantized = self.precision in ("int8", "auto")
+        quantized = self.precision in ("int8", "auto") and is_quantized(program)
         twin = compare = None
-        if self.precision == "auto":
+        if self.precision == "auto" and quantized:
             float_engine, float_reference = self._build(float_twin(program), name)
             twin = self._twin_report(float_engine)
             if _moved(float_engine) <= _moved(engine):
@@ -90,6 +91,17 @@ class TensorRTBackend:
         runs = TrtEngine(engine, reference, program.inputs, program.outputs, cuda_graphs=self.settings.cuda_graphs)
         install(parts.glue, name, runs, program)
         return info
+
+    def listing(self, name: str, program: AtenProgram) -> list[dict[str, Any]]:
+        """The kernels of a program's engine, static at its opt shapes, as rows of a `LayerReport`."""
+        from lowering.trt.build import build_engine
+        from lowering.trt.network import build_network
+
+        network = self._define(program, name)
+        if network.profiles:
+            network = build_network(self._cast(program), name=name, static_at=network.profiles[0])
+        quiet = replace(self.settings, progress=False)
+        return build_engine(network, compute_capabilities=self.capabilities, settings=quiet).report.rows
 
     def _compare(self, program: AtenProgram, name: str) -> dict[str, Any]:
         """The report of the engine that is float throughout."""
