@@ -20,6 +20,7 @@ from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_setting
 
 if TYPE_CHECKING:
     from fx_passes.quantize.qconfig import QConfig
+    from lowering.search import PlacementSearch
 
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
@@ -37,6 +38,7 @@ def lower_to_trt(
     dynamic_batch: DynamicBatch = None,
     dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None = None,
     qconfig: QConfig | Mapping[Any, Any] | str | os.PathLike[str] | None = None,
+    placement: str | PlacementSearch = "default",
     settings: Settings | dict[str, Any] | None = None,
     dry_run: bool = False,
 ) -> LoweredModule:
@@ -56,6 +58,9 @@ def lower_to_trt(
         dynamic_shapes: other dynamic dimensions, as `torch.export` takes them.
         qconfig: with "int8" and "auto", what to quantize otherwise, and where: a `QConfig`, its dict, or the path of a
             TOML or JSON file. None: what the target wants.
+        placement: "default" quantizes what the target's rules say, "auto" what lowers the roofline floor of a GPU and
+            keeps the outputs' accuracy, found by building some engines. A `lowering.search.PlacementSearch` names the
+            GPU and the limits.
         settings: a `lowering.Settings` or a dict of its fields.
         dry_run: capture, quantize, partition and check every operator, but build nothing. The module that comes back
             has its `summary()` and `report()`, without engines; calling it raises.
@@ -80,7 +85,8 @@ def lower_to_trt(
     options = _options(precision, settings, float_type="fp16")
     backend = TensorRTBackend(precision, compute_capabilities, options)
     data = CalibrationData(calibration, options.kept_batches)
-    request = Request(backend, precision, data, qconfig, options, build=not dry_run)
+    search = _search(placement, precision, backend.target, build=not dry_run)
+    request = Request(backend, precision, data, qconfig, options, build=not dry_run, search=search)
     return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
 
 
@@ -170,7 +176,10 @@ def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, reques
     refused = graph.meta.get("exported")
     capture = {"route": "torch.export", "reason": refused} if refused else {"route": "symbolic tracing"}
     share = flops / parts.measured.flops if parts.measured.flops else 1.0
-    return LoweredModule(glue, infos, fallbacks, details_of(request, parts.measured.flops, share, capture))
+    details = details_of(request, parts.measured.flops, share, capture)
+    if (found := graph.meta.get("placement")) is not None:
+        details["placement"] = found
+    return LoweredModule(glue, infos, fallbacks, details)
 
 
 @contextmanager
@@ -192,6 +201,26 @@ def _check_smallest(lowered: LoweredModule, backend: Any, sizes: Any) -> None:
     run = lowered.simulate if backend.simulates else lowered
     example: Example = sizes.min.map(torch.clone)
     run(*example.args, **example.kwargs)
+
+
+def _search(placement: str | PlacementSearch, precision: str, target: str, build: bool) -> PlacementSearch | None:
+    """What to search for; None for the target's own placement."""
+    from lowering.search import PlacementSearch
+
+    if placement == "default":
+        return None
+    if placement != "auto" and not isinstance(placement, PlacementSearch):
+        raise InputError(
+            f"placement is {placement!r}", hint='use "default", "auto" or a lowering.search.PlacementSearch'
+        )
+    for wrong, why in (
+        (precision not in ("int8", "auto"), f"precision={precision!r} places nothing in int8"),
+        (target != "tensorrt-rtx", f"the search reads listings of TensorRT-RTX, and the target is {target!r}"),
+        (not build, "a dry run builds nothing, and the search compares engines"),
+    ):
+        if wrong:
+            raise InputError(f"placement={placement!r}: {why}", hint='use placement="default"')
+    return PlacementSearch() if placement == "auto" else placement
 
 
 def _options(precision: str, settings: Settings | dict[str, Any] | None, float_type: str) -> Settings:

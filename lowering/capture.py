@@ -28,7 +28,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
             float precision is asked for.
         CalibrationError: there is nothing to calibrate on, or a tensor's values give no range.
     """
-    from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
+    from fx_passes import fuse_fx, prepare_calibration_fx
     from fx_passes.quantize.calibrate import calibrate
 
     data, target, qconfig = request.data, request.backend.target, request.qconfig
@@ -47,12 +47,16 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
         if stage == "prepared" and data:
             model = copy.deepcopy(model)
             calibrate(model, data, progress=request.shows_progress)
-        return model if stage == "converted" else convert_fx(model)
+        return model if stage == "converted" else _converted(model, sizes, request)
     inputs = sizes.opt.inputs()
     varying = (sizes.min.inputs(), sizes.max.inputs()) if sizes.dynamic else (inputs, inputs)
     fused = fuse_fx(model, sizes.export.inputs(), varying=varying)
     if not request.quantizes:
         return fused
+    if request.search is not None:
+        from lowering.search import widened
+
+        fused, qconfig = widened(fused, qconfig)
     prepared = prepare_calibration_fx(fused, inputs, target=target, qconfig=qconfig)
     if not data:
         warnings.warn(
@@ -60,7 +64,18 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
             stacklevel=4,
         )
     calibrate(prepared, data if data else [inputs], progress=request.shows_progress)
-    return convert_fx(prepared)
+    return _converted(prepared, sizes, request)
+
+
+def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> GraphModule:
+    """Converted as placed, or as a search places it anew."""
+    from fx_passes import convert_fx
+
+    if request.search is None:
+        return convert_fx(prepared)
+    from lowering.search import searched
+
+    return searched(prepared, sizes, request)
 
 
 def _check_target(model: GraphModule, target: str, request: Request) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowering.inputs import CalibrationData
+    from lowering.search import PlacementSearch
     from lowering.settings import Settings
 
 __all__ = ["Request"]
@@ -24,6 +25,7 @@ class Request:
         qconfig: what to quantize otherwise, and where (see `lower_to_trt`).
         settings: with `float_type` filled in.
         build: whether segments are built; else a report of what would be is all (a dry run).
+        search: what `placement="auto"` looks for; None: placement by the target's rules.
     """
 
     backend: Any
@@ -32,6 +34,7 @@ class Request:
     qconfig: Any
     settings: Settings
     build: bool = True
+    search: PlacementSearch | None = None
 
     @property
     def quantizes(self) -> bool:

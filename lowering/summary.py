@@ -80,6 +80,7 @@ def report_data(lowered: LoweredModule) -> dict[str, Any]:
         "fallbacks": [asdict(f) for f in lowered.fallbacks],
         "capture": lowered.details["capture"],
         "outside": {child.path: dict(child.outside) for child in lowered.lowered_children() if child.outside},
+        "placement": lowered.details.get("placement"),
         "threads": lowered.details["threads"],
         "versions": lowered.details["versions"],
         "settings": lowered.details["settings"],
@@ -95,6 +96,10 @@ def summary_text(lowered: LoweredModule) -> str:
         f"{len(lowered.fallbacks)} Python fallback(s)",
         *_capture_lines(details["capture"]),
     ]
+    if details.get("placement"):
+        from lowering.search import placement_text
+
+        lines += placement_text(details["placement"], details["settings"]["float_type"])
     for segment in lowered.segments:
         lines += ["", *_segment_lines(segment.completed())]
     if lowered.fallbacks:
