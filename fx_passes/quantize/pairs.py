@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fx_passes.quantize.scheme import QuantScheme
 
-__all__ = ["highest_integers", "pair_scale"]
+__all__ = ["fits_pairs", "highest_integers", "pair_scale"]
 
 _LIMIT = 2**15 - 1
 # Other data may reach higher than the calibration data did, within the range of the whole tensor.
@@ -39,12 +39,7 @@ def pair_scale(weight: Tensor, groups: int, highest: Tensor | None) -> Tensor:
     Returns:
         float32, (out,); 0 where a channel has no pair of one sign.
     """
-    inputs = weight.shape[1]
-    if highest is None or highest.numel() != inputs * groups:
-        highest = torch.full((inputs * groups,), 255.0)
-    channel_last = weight.movedim(1, -1).float()
-    reach = highest.reshape(groups, inputs).repeat_interleave(weight.shape[0] // groups, 0)
-    reach = reach.reshape(weight.shape[0], *[1] * (weight.dim() - 2), inputs).expand_as(channel_last)
+    channel_last, reach = weight.movedim(1, -1).float(), _reach(weight, groups, highest)
     products = _pairs((channel_last * reach).flatten(1))
     if not products.shape[1]:
         return torch.zeros(weight.shape[0])
@@ -52,6 +47,26 @@ def pair_scale(weight: Tensor, groups: int, highest: Tensor | None) -> Tensor:
     room = _LIMIT - 0.5 * _pairs(reach.flatten(1)).sum(2)
     worst = torch.maximum(products.clamp_min(0).sum(2), products.clamp_max(0).sum(2).neg())
     return (worst / room).amax(1)
+
+
+def fits_pairs(integers: Tensor, groups: int, highest: Tensor | None) -> Tensor:
+    """Where an integer weight is in no pair of products that overflows 16 bits; bool, with the shape of `integers`."""
+    channel_last, reach = integers.movedim(1, -1).float(), _reach(integers, groups, highest)
+    products = _pairs((channel_last * reach).flatten(1))
+    worst = torch.maximum(products.clamp_min(0).sum(2), products.clamp_max(0).sum(2).neg())
+    fits = torch.ones(channel_last.flatten(1).shape, dtype=torch.bool)
+    fits[:, : 2 * worst.shape[1]] = (worst <= _LIMIT).repeat_interleave(2, 1)
+    return fits.reshape(channel_last.shape).movedim(-1, 1)
+
+
+def _reach(weight: Tensor, groups: int, highest: Tensor | None) -> Tensor:
+    """Largest integer that every weight is multiplied with, (out, *window, in / groups)."""
+    inputs = weight.shape[1]
+    if highest is None or highest.numel() != inputs * groups:
+        highest = torch.full((inputs * groups,), 255.0)
+    reach = highest.reshape(groups, inputs).repeat_interleave(weight.shape[0] // groups, 0)
+    reach = reach.reshape(weight.shape[0], *[1] * (weight.dim() - 2), inputs)
+    return reach.expand(weight.shape[0], *weight.shape[2:], inputs)
 
 
 def _pairs(rows: Tensor) -> Tensor:

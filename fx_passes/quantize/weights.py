@@ -20,6 +20,7 @@ __all__ = [
     "integer_bias",
     "quantize_weight",
     "raise_scale_for_bias",
+    "spread_scale",
     "weight_scale",
 ]
 
@@ -60,13 +61,18 @@ def _least_error_bound(rows: Tensor, bound: Tensor, scheme: QuantScheme) -> Tens
 
 def quantize_weight(weight: Tensor, scale: Tensor, scheme: QuantScheme, axis: int | None) -> Tensor:
     """Integers of `weight`, in `scheme.dtype`; the arithmetic of `quantized_decomposed.quantize_per_channel`."""
-    inverse = (1.0 / scale).reshape(_broadcast(weight, axis))
+    inverse = spread_scale(1.0 / scale, weight, axis)
     return torch.clamp(torch.round(weight.float() * inverse), scheme.quant_min, scheme.quant_max).to(scheme.dtype)
 
 
 def dequantize_weight(integers: Tensor, scale: Tensor, axis: int | None) -> Tensor:
     """The float32 weight that the integers stand for."""
-    return integers.float() * scale.reshape(_broadcast(integers, axis))
+    return integers.float() * spread_scale(scale, integers, axis)
+
+
+def spread_scale(scale: Tensor, weight: Tensor, axis: int | None) -> Tensor:
+    """`scale`, (channels,) along `axis` or 0-dim, shaped to multiply `weight`."""
+    return scale.reshape([-1 if i == axis else 1 for i in range(weight.dim())])
 
 
 def channel_sqnr(weight: Tensor, scheme: QuantScheme, axis: int, granularity: Granularity) -> Tensor:
@@ -176,7 +182,3 @@ def integer_bias(bias: Tensor, scale: Tensor, input_scale: float, scheme: Target
 
 def _rows(weight: Tensor, axis: int | None) -> Tensor:
     return weight.reshape(1, -1) if axis is None else weight.movedim(axis, 0).reshape(weight.shape[axis], -1)
-
-
-def _broadcast(weight: Tensor, axis: int | None) -> list[int]:
-    return [-1 if i == axis else 1 for i in range(weight.dim())]
