@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fx_passes.errors import LoweringError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_submodule
@@ -267,7 +268,7 @@ def check_output(expected: Any, actual: Any) -> None:
 
 def _difference(expected: Any, actual: Any, where: str) -> str | None:
     """Where two results differ in structure, types, shapes or dtypes, in words; None where they do not."""
-    if type(expected) is not type(actual):
+    if _plain_type(expected) is not _plain_type(actual):
         return f"{where} is a {type(actual).__name__}, not a {type(expected).__name__}"
     if isinstance(expected, torch.Tensor):
         same = expected.shape == actual.shape and expected.dtype == actual.dtype
@@ -283,3 +284,9 @@ def _difference(expected: Any, actual: Any, where: str) -> str | None:
     else:
         return None
     return next((d for key, e, a in pairs if (d := _difference(e, a, f"{where}[{key!r}]"))), None)
+
+
+def _plain_type(value: Any) -> type:
+    """The type of a result; a list or dict among the arguments of a node is an immutable one when interpreted."""
+    plain: dict[type, type] = {immutable_list: list, immutable_dict: dict}
+    return plain.get(type(value), type(value))

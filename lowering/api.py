@@ -171,7 +171,11 @@ def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, reques
     flops = parts.measured.flops * parts.measured.flops_share
     leaves = lower_leaves(model, parts, sizes, request)
     if leaves is not None:
-        glue, infos, fallbacks = WithChildren(glue, leaves.children), infos + leaves.infos, fallbacks + leaves.fallbacks
+        glue, infos, fallbacks = (
+            WithChildren(glue, leaves.children, leaves.root),
+            infos + leaves.infos,
+            fallbacks + leaves.fallbacks,
+        )
         flops += leaves.flops
     refused = graph.meta.get("exported")
     capture = {"route": "torch.export", "reason": refused} if refused else {"route": "symbolic tracing"}

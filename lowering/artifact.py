@@ -1,9 +1,9 @@
 """A lowered module as a folder: plain engine or ONNX files, safetensors, JSON. No pickle; nothing in it is imported.
 
-manifest.json             format version, glue graph, shapes, versions, SHA-256 of every other file
-segment_0.engine | .onnx  as `trtexec` or ONNX Runtime take it
+manifest.json             format version, glue graph, lowered children, shapes, versions, SHA-256 of every other file
+segment_0.engine | .onnx  (or named like the child, backbone.engine) as `trtexec` or ONNX Runtime take it
 segment_0.network.json, segment_0.network.safetensors    the TensorRT network, for `simulate`
-state.safetensors         tensors that the glue graph and stateful segments hold
+state.safetensors         tensors that the glue graph, stateful segments and a model that stays Python hold
 summary.txt, report.json  for people and for scripts; `load` does not read them
 """
 
@@ -17,10 +17,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from fx_passes.errors import ArtifactError, LoweringError
 from lowering.artifact_files import FORMAT, MANIFEST, check_files, parse_json, read_manifest, write_json, writing
 from lowering.artifact_merge import merge
+from lowering.children import WithChildren
+from lowering.children_format import checked_children, children_from_plain, children_to_plain, supplied_model
 from lowering.glue_checks import check_nodes
 from lowering.glue_format import glue_from_plain, glue_to_plain
 from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
@@ -30,7 +33,7 @@ from lowering.spec_format import checked
 __all__ = ["FORMAT", "MANIFEST", "described", "load", "merge", "save"]
 
 _STATE = "state.safetensors"
-_SEGMENT = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SEGMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
 def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = True) -> Path:
@@ -42,7 +45,15 @@ def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = 
             for name, writer in segment.backend.artifact_files(info.name, include_network=include_network).items():
                 write(name, writer)
             segments.append(_segment_to_plain(segment, info, include_network))
-        glue, state = glue_to_plain(lowered.glue)
+        glue = children = None
+        state: dict[str, Tensor] = {}
+        module = lowered.glue
+        if isinstance(module, WithChildren):
+            children, state = children_to_plain(module)
+            module = module.module
+        if isinstance(module, GraphModule):  # else the model itself, which is the caller's
+            glue, tensors = glue_to_plain(module)
+            state |= tensors
         for segment in lowered.backend_segments():
             for fqn, value in zip(segment.buffer_names, segment.state(), strict=True):
                 state[f"{segment.name}:{fqn}"] = value
@@ -55,6 +66,7 @@ def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = 
             "format": FORMAT,
             "details": lowered.details,
             "glue": glue,
+            "children": children,
             "segments": segments,
             "fallbacks": [asdict(f) for f in lowered.fallbacks],
         }
@@ -69,7 +81,8 @@ def load(
 
     Args:
         folder: what `LoweredModule.save` wrote; it may have been moved.
-        model: the model that was lowered, if wrapped methods or leaf modules of it stay in Python.
+        model: the model that was lowered, if wrapped methods or leaf modules of it stay in Python. If the model itself
+            stays in Python: one made in the same way, which gets the parameters that were saved, in a copy.
         fallbacks: wrapped functions by name, for example `{"decode": decode}`.
 
     Raises:
@@ -79,12 +92,12 @@ def load(
     manifest = read_manifest(folder)
     check_files(folder, manifest["files"])
     try:
-        check_nodes(manifest.get("glue"))
-        _check_supplied(manifest["glue"], fallbacks or {})
+        _check_supplied(_checked_nodes(manifest), fallbacks or {})
         state = load_file(folder / _STATE) if _STATE in manifest["files"] else {}
         plain_segments = checked(manifest.get("segments"), list, "the list of segments")
         segments = [_segment_from_plain(folder, plain, state, manifest["files"]) for plain in plain_segments]
-        glue = glue_from_plain(manifest["glue"], {s.name: s for s, _ in segments}, state, model, fallbacks or {})
+        by_name = {segment.name: segment for segment, _ in segments}
+        glue = _glue(manifest, by_name, state, model, fallbacks or {})
         stays = [Fallback(**f) for f in checked(manifest.get("fallbacks"), list, "the list of fallbacks")]
         lowered = LoweredModule(glue, [info for _, info in segments], stays, manifest["details"])
         lowered.summary()  # what is missing for it is missing here, not when somebody asks
@@ -95,6 +108,33 @@ def load(
         raise ArtifactError(
             f"the manifest of {folder.name} is not well-formed: {error!r}", hint="save the lowered module again"
         ) from error
+
+
+def _checked_nodes(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The nodes of the glue graph and of those of lowered children; a model that stays Python itself has none."""
+    glue, children = manifest.get("glue"), manifest.get("children")
+    lowered = [] if children is None else checked_children(children)
+    if glue is not None or children is None:
+        check_nodes(glue)
+    return [*(glue or ()), *(node for child in lowered for node in child["glue"])]
+
+
+def _glue(
+    manifest: dict[str, Any],
+    segments: dict[str, Segment],
+    state: dict[str, Tensor],
+    model: nn.Module | None,
+    fallbacks: dict[str, Callable[..., Any]],
+) -> nn.Module:
+    """What calls the segments: the glue graph, the caller's model, or a graph around parts of the caller's model."""
+    children = manifest.get("children")
+    if children is None:
+        return glue_from_plain(manifest["glue"], segments, state, model, fallbacks)
+    root = supplied_model(children, model, state)
+    lowered = children_from_plain(children, segments, state, root, fallbacks)
+    if manifest["glue"] is None:
+        return WithChildren(root, lowered)
+    return WithChildren(glue_from_plain(manifest["glue"], segments, state, root, fallbacks), lowered, root)
 
 
 def _check_supplied(nodes: list[dict[str, Any]], fallbacks: dict[str, Callable[..., Any]]) -> None:

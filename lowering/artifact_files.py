@@ -31,7 +31,7 @@ __all__ = [
     "writing",
 ]
 
-FORMAT = 1
+FORMAT = 2  # 1 has no children
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -88,7 +88,7 @@ def _check_same(base: _Artifact, other: _Artifact) -> None:
         return ArtifactError(f"{base.folder.name} and {other.folder.name} differ in {what}", hint=hint)
 
     again = "merge artifacts of one model, lowered with the same arguments but for the GPU"
-    for key in ("glue", "fallbacks"):
+    for key in ("glue", "fallbacks", "children"):
         if base.manifest.get(key) != other.manifest.get(key):
             raise differ(f"their {key}", again)
     names = [[segment["info"]["name"] for segment in artifact.segments] for artifact in (base, other)]

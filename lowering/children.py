@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fx_passes.copying import eval_copy
 from fx_passes.errors import ArtifactError
 from lowering.arguments import bound_arguments, leaves_of, signature_of
 
-__all__ = ["Accepts", "LoweredChild", "TensorRange", "WithChildren"]
+__all__ = ["Accepts", "LoweredChild", "TensorRange", "WithChildren", "own_copy"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,17 @@ def _misfit(tensor: Tensor, known: TensorRange, shared: dict[tuple[int, int, int
     return None
 
 
+def own_copy(model: nn.Module) -> nn.Module:
+    """An eval copy over the same memory, with parameter objects of its own: moving it moves nobody else's."""
+    root, own = eval_copy(model), dict[int, nn.Parameter]()
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = own.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
+                module._parameters[name] = new
+    return root
+
+
 class LoweredChild(nn.Module):
     """A lowered submodule, which takes the place of its original's forward.
 
@@ -90,8 +102,11 @@ class LoweredChild(nn.Module):
         self._original: Callable[..., Any]
         self._signature: inspect.Signature
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> nn.Module:
         """Take the place of the forward of this child of `model`. The child stays what it is for the code around it.
+
+        Returns:
+            The child of `model`.
 
         Raises:
             ArtifactError: `model` has no such submodule, or one with another signature.
@@ -109,6 +124,7 @@ class LoweredChild(nn.Module):
             )
         self._original, self._signature = module.forward, inspect.signature(module.forward)
         module.__dict__["forward"] = self.forward
+        return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = bound_arguments(self._signature, args, kwargs)
@@ -128,17 +144,22 @@ class LoweredChild(nn.Module):
 
 
 class WithChildren(nn.Module):
-    """A module that calls lowered children: the user's own model, or the glue graph around a leaf of it.
+    """A module that calls lowered children: the user's own model, or the glue graph around leaves of it.
 
     Args:
-        module: what is called. Its submodules, or those of a leaf in it, are run by `children`.
-        lowered: the lowered children, attached.
+        module: what is called.
+        lowered: the lowered children, in place in `model`.
+        model: a copy of the user's model. None: `module` is it.
     """
 
-    def __init__(self, module: nn.Module, lowered: list[LoweredChild]):
+    model: nn.Module
+
+    def __init__(self, module: nn.Module, lowered: list[LoweredChild], model: nn.Module | None = None):
         super().__init__()
         self.module = module
         self.lowered = nn.ModuleList(lowered)
+        # Not a child: the parts of it that are called are children of the glue graph.
+        self.__dict__["model"] = module if model is None else model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

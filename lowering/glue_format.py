@@ -102,8 +102,9 @@ def _target_to_plain(glue: GraphModule, node: Node) -> Any:
     name = _names().get(node.target)  # type: ignore[arg-type]
     if name is not None:
         return name
-    function = node.target
-    assert callable(function)
+    function: Any = node.target
+    if isinstance(function, torch._ops.OpOverload) and function._schema.name in _packets():
+        return f"{function._schema.name}.{function._overloadname}"
     return {"fallback": function.__name__, "signature": signature_of(function)}
 
 
@@ -204,9 +205,10 @@ class _Reader:
         if isinstance(target, str):
             if target == _GETATTR and plain["args"][1] not in _TENSOR_ATTRIBUTES:
                 raise ArtifactError(f"the artifact reads the attribute {plain['args'][1]!r}, which is no tensor's")
-            if target not in _functions():
+            function = _functions().get(target) or _overload(target)
+            if function is None:
                 raise ArtifactError(f"the artifact calls '{target}', which is no operator of torch that is known here")
-            return _functions()[target]
+            return function
         name = target["fallback"]
         function = self.fallbacks.get(name) or self._from_model_source(name)
         if function is None:
@@ -311,6 +313,23 @@ def _functions() -> dict[str, Callable[..., Any]]:
         for function in op.functions:
             known.setdefault(f"{getattr(function, '__module__', None) or 'torch'}.{function.__name__}", function)
     return known
+
+
+@cache
+def _packets() -> frozenset[str]:
+    """Qualified names of torch's operators in the op table, and of their in-place forms."""
+    names = {name for op in OPS.values() for name in op.aten}
+    return frozenset({*names, *(f"{name}_" for name in names)})
+
+
+def _overload(name: str) -> Callable[..., Any] | None:
+    """The overload that is called "aten::add.Tensor", if the op table has such an operator."""
+    qualified, _, overload = name.rpartition(".")
+    if qualified not in _packets():
+        return None
+    namespace, name = qualified.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
 
 
 @cache

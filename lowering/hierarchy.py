@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fx_passes import convert_fx, prepare_calibration_fx
-from fx_passes.copying import eval_copy
 from fx_passes.errors import CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph_module import set_submodule
 from fx_passes.quantize.calibrate import call_with_batch, shown, synchronize
@@ -25,7 +24,7 @@ from fx_passes.state import restored_state
 from lowering.arguments import bound_arguments, leaves_of
 from lowering.backend import built_segments
 from lowering.child_calls import replaced_forwards
-from lowering.children import LoweredChild, WithChildren
+from lowering.children import LoweredChild, WithChildren, own_copy
 from lowering.choice import Child, Choice, choose, computes
 from lowering.inputs import ShapeRange
 from lowering.module import LoweredModule, SegmentInfo
@@ -49,7 +48,7 @@ def lower_children(model: nn.Module, sizes: ShapeRange, request: Request, refusa
         CaptureError: none of its children can be lowered either.
         UnsupportedOpError: `settings.require_full_lowering`.
     """
-    root = _own_copy(model)
+    root = own_copy(model)
     choice = choose(root, sizes, request.data)
     if not choice.children:
         lines = "".join(f"\n  - {path}: {reason}" for path, reason in choice.refused.items())
@@ -77,7 +76,7 @@ def lower_leaves(model: nn.Module, parts: Segmented, sizes: ShapeRange, request:
     leaves = [str(n.target) for n in nodes if computes(parts.glue.get_submodule(str(n.target)))]
     if not leaves:
         return None
-    root = _own_copy(model)
+    root = own_copy(model)
     choice = choose(root, sizes, request.data, below=leaves)
     if not choice.children:
         return None
@@ -85,17 +84,6 @@ def lower_leaves(model: nn.Module, parts: Segmented, sizes: ShapeRange, request:
     for leaf in leaves:
         set_submodule(parts.glue, leaf, root.get_submodule(leaf))
     return lowered
-
-
-def _own_copy(model: nn.Module) -> nn.Module:
-    """An eval copy over the same memory, with parameter objects of its own: moving it moves nobody else's."""
-    root, own = eval_copy(model), dict[int, nn.Parameter]()
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                new = own.setdefault(id(parameter), nn.Parameter(parameter.detach(), parameter.requires_grad))
-                module._parameters[name] = new
-    return root
 
 
 # --- int8
@@ -207,7 +195,8 @@ class LoweredChildren:
     """The children of a root, lowered one after the other.
 
     Attributes:
-        children: in place in the root.
+        root: the copy of the model.
+        children: in place in it.
         infos: of their segments, which are named like the child.
         fallbacks: what stays Python in them, and those that stay Python as a whole.
         flops: FLOPs inside segments in one call of the root at the opt sizes.
@@ -226,6 +215,7 @@ class LoweredChildren:
             self._lower(child, inputs[child.path])
         for lowered in self.children:
             lowered.attach(root)
+        self.root = root
 
     def _lower(self, child: Child, tensors: list[Tensor]) -> None:
         settings, unsupported = self.request.partial_settings, self.request.backend.unsupported

@@ -10,7 +10,7 @@ import torch
 from fx_passes.errors import ArtifactError
 from lowering.aten import TensorSpec
 
-__all__ = ["checked", "lists", "spec_from_plain", "spec_to_plain"]
+__all__ = ["checked", "dtype_from_plain", "lists", "shape_from_plain", "spec_from_plain", "spec_to_plain"]
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,25 +42,40 @@ def spec_from_plain(plain: Any) -> TensorSpec:
     """
     checked(plain, dict, "an input")
     name = checked(plain.get("name"), str, "the name of an input")
-    dtype = checked(plain.get("dtype"), str, f"the type of input '{name}'")
-    if dtype not in _DTYPES:
-        raise ArtifactError(f"input '{name}' has the unknown type {dtype!r}", hint="update fx-trt-lowering")
-    sizes = {key: _shape(plain.get(key), name) for key in ("min", "opt", "max")}
+    dtype = dtype_from_plain(plain.get("dtype"), name)
+    sizes = {key: shape_from_plain(plain.get(key), name) for key in ("min", "opt", "max")}
     if len({len(shape) for shape in sizes.values()}) != 1:
         raise ArtifactError(f"input '{name}' has min, opt and max sizes of different ranks")
     symbols = plain.get("symbols")
     if symbols is not None:
         symbols = tuple(checked(s, str | None, f"a dimension of '{name}'") for s in checked(symbols, list, "symbols"))
     profiles = tuple(
-        tuple(_shape(shape, name) for shape in checked(profile, list, f"a profile of '{name}'"))
+        tuple(shape_from_plain(shape, name) for shape in checked(profile, list, f"a profile of '{name}'"))
         for profile in checked(plain.get("profiles", []), list, f"the profiles of '{name}'")
     )
     if any([len(shape) for shape in profile] != [len(sizes["opt"])] * 3 for profile in profiles):
         raise ArtifactError(f"a profile of input '{name}' is not three shapes of its rank")
-    return TensorSpec(name, _DTYPES[dtype], **sizes, symbols=symbols, profiles=profiles)  # type: ignore[arg-type]
+    return TensorSpec(name, dtype, **sizes, symbols=symbols, profiles=profiles)  # type: ignore[arg-type]
 
 
-def _shape(value: Any, name: str) -> tuple[int, ...]:
+def dtype_from_plain(value: Any, name: str) -> torch.dtype:
+    """The type of the input `name`, which has to be one that an input can have.
+
+    Raises:
+        ArtifactError: it is none.
+    """
+    dtype = checked(value, str, f"the type of input '{name}'")
+    if dtype not in _DTYPES:
+        raise ArtifactError(f"input '{name}' has the unknown type {dtype!r}", hint="update fx-trt-lowering")
+    return _DTYPES[dtype]
+
+
+def shape_from_plain(value: Any, name: str) -> tuple[int, ...]:
+    """Sizes of the input `name`.
+
+    Raises:
+        ArtifactError: they are none.
+    """
     sizes = tuple(checked(size, int, f"a size of '{name}'") for size in checked(value, list, f"the sizes of '{name}'"))
     if any(not 0 <= size <= _LARGEST for size in sizes):
         raise ArtifactError(f"input '{name}' has an impossible size")

@@ -78,7 +78,7 @@ def report_data(lowered: LoweredModule) -> dict[str, Any]:
         **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
         "segments": [segment.as_dict() for segment in lowered.segments],
         "fallbacks": [asdict(f) for f in lowered.fallbacks],
-        "capture": lowered.details["capture"],
+        "capture": lowered.details.get("capture", _SYMBOLIC),
         "outside": {child.path: dict(child.outside) for child in lowered.lowered_children() if child.outside},
         "placement": lowered.details.get("placement"),
         "threads": lowered.details["threads"],
@@ -94,7 +94,7 @@ def summary_text(lowered: LoweredModule) -> str:
         f"Lowered for {details['target']}, precision {details['precision']}: {len(lowered.segments)} segment(s), "
         f"{details['flops_share']:.1%} of {details['flops'] / 1e9:.2f} GFLOPs, "
         f"{len(lowered.fallbacks)} Python fallback(s)",
-        *_capture_lines(details["capture"]),
+        *_capture_lines(details.get("capture", _SYMBOLIC)),
     ]
     if details.get("placement"):
         from lowering.search import placement_text
@@ -112,15 +112,15 @@ def summary_text(lowered: LoweredModule) -> str:
     return "\n".join(lines) + "\n"
 
 
-_ROUTES = {
-    "torch.export": "Captured by torch.export, as symbolic tracing is refused",
-    "children": "The model itself stays Python and its submodules are lowered one by one",
-}
+_SYMBOLIC = {"route": "symbolic tracing"}  # what an artifact of an earlier version does not say
 
 
 def _capture_lines(capture: dict[str, str]) -> list[str]:
-    route = _ROUTES.get(capture["route"])
-    return [f"{route}: {capture['reason']}"] if route is not None else []
+    if capture["route"] == "torch.export":
+        return [f"Captured by torch.export: {capture['reason']}"]
+    if capture["route"] == "children":
+        return ["The model itself stays Python (see below); its submodules are lowered one by one"]
+    return []
 
 
 def _segment_lines(segment: SegmentInfo) -> list[str]:
