@@ -232,3 +232,26 @@ def test_topk_prefers_the_first_of_equals():
     )
     assert values_.tolist() == [[0.5, 1.0]]
     assert indices.tolist() == [[3, 1]]
+
+
+def test_weights_that_are_owned_are_taken_over_and_others_copied():
+    import tensorrt_rtx as trt
+
+    from lowering.trt.bindings import logger
+    from lowering.trt.reference import read_network
+
+    kept = [torch.ones(4), torch.ones(4)]
+    definition = trt.Builder(logger()).create_network(0)
+    x = definition.add_input("x", trt.float32, (4,))
+    for value in kept:
+        weights = trt.Weights(trt.float32, value.data_ptr(), value.numel())
+        x = definition.add_elementwise(
+            x, definition.add_constant((4,), weights).get_output(0), trt.ElementWiseOperation.SUM
+        ).get_output(0)
+    definition.mark_output(x)
+    network = read_network(definition, kept[:1])
+    pointers = [value.data_ptr() for value in network.record.weights.values()]
+    assert pointers[0] == kept[0].data_ptr()
+    assert pointers[1] != kept[1].data_ptr()
+    kept[1].zero_()  # the caller's own: the record does not follow
+    assert torch.equal(network.run(torch.zeros(4))[0], torch.full((4,), 2.0))

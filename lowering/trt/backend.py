@@ -104,23 +104,26 @@ class TensorRTBackend:
         return build_engine(network, compute_capabilities=self.capabilities, settings=quiet).report.rows
 
     def _compare(self, program: AtenProgram, name: str) -> dict[str, Any]:
-        """The report of the engine that is float throughout."""
-        return self._twin_report(self._build(float_twin(program), name)[0])
+        """The report of the engine that is float throughout. Its network is not executed, so it is not read back."""
+        return self._twin_report(self._engine(self._define(float_twin(program), name)))
 
     def _twin_report(self, engine: Engine) -> dict[str, Any]:
         return {"precision": self.settings.float_type, **engine.report.as_dict()}
 
     def _build(self, program: AtenProgram, name: str) -> tuple[Engine, ReferenceNetwork]:
-        from lowering.trt.build import build_engine
         from lowering.trt.reference import read_network
 
         _, network = self._defined.pop(id(program), (program, None))
         network = network or self._define(program, name)
-        reference = read_network(network.definition)
-        engine = build_engine(
+        reference = read_network(network.definition, _made_here(network, program))
+        return self._engine(network, reference), reference
+
+    def _engine(self, network: Network, reference: ReferenceNetwork | None = None) -> Engine:
+        from lowering.trt.build import build_engine
+
+        return build_engine(
             network, compute_capabilities=self.capabilities, settings=self.settings, reference=reference
         )
-        return engine, reference
 
     def _define(self, program: AtenProgram, name: str) -> Network:
         from lowering.trt.network import build_network
@@ -134,6 +137,12 @@ class TensorRTBackend:
         dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
         program = program if dtype == torch.float32 else cast_float_part(program, dtype)
         return keep_products_whole(program) if self.flavour == "rtx" else program
+
+
+def _made_here(network: Network, program: AtenProgram) -> list[torch.Tensor]:
+    """The network's weights that came about while it was cast and defined. The others may be the caller's own."""
+    given = {value.untyped_storage().data_ptr() for _, value in program.constants.values()}
+    return [value for value in network.kept if value.untyped_storage().data_ptr() not in given]
 
 
 def _moved(engine: Engine) -> int:

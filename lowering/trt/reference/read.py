@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -151,11 +152,12 @@ _ATTENTION = ("name", "norm_op", "causal", "causal_kind", "query_form", "key_val
 _ATTENTION_TENSORS = ("mask", "normalization_quantize_scale", "query_lengths", "key_value_lengths")
 
 
-def read_record(network: Any) -> NetworkRecord:
-    """Reads a finished `INetworkDefinition` into a plain record; weights are copied once.
+def read_record(network: Any, owned: Iterable[torch.Tensor] = ()) -> NetworkRecord:
+    """Reads a finished `INetworkDefinition` into a plain record; weights are copied once, unless they are `owned`.
 
     Args:
         network: `tensorrt.INetworkDefinition` or `tensorrt_rtx.INetworkDefinition`.
+        owned: tensors that the network points into and that nobody will change: they become part of the record.
 
     Returns:
         A record that stays valid when the network, its builder and the caller's weights are gone.
@@ -164,11 +166,12 @@ def read_record(network: Any) -> NetworkRecord:
         UnsupportedOpError: a layer type that this package does not know.
         BuildError: a tensor without a shape, which means that defining the network failed.
     """
-    return _Reader(network).read()
+    return _Reader(network, owned).read()
 
 
 class _Reader:
-    def __init__(self, network: Any):
+    def __init__(self, network: Any, owned: Iterable[torch.Tensor]):
+        self.owned = {(t.data_ptr(), t.numel(), t.dtype): t for t in owned if t.is_contiguous() and t.numel()}
         self.trt = _module_of(network)
         self.network = network
         self.names: dict[int, str] = {}
@@ -257,7 +260,7 @@ class _Reader:
         raise UnsupportedOpError(f"the reader can't record an attribute of type {type(value).__name__}")
 
     def weight(self, key: str, weights: Any) -> str | None:
-        """Copies weights and returns their key, or None for empty ones; the same memory is copied once."""
+        """Takes weights over and returns their key, or None for empty ones; the same memory is copied once at most."""
         array = _as_torch(weights)
         if array.numel() == 0:
             return None
@@ -268,7 +271,8 @@ class _Reader:
         while unique in self.weights:
             count += 1
             unique = f"{key}#{count}"
-        self.weights[unique] = array.clone()
+        owned = self.owned.get((array.data_ptr(), array.numel(), array.dtype))
+        self.weights[unique] = array.clone() if owned is None else owned.detach().reshape(-1)
         self.weight_keys[identity] = unique
         self.kept.append(array)  # so that no other weights come to lie at the same address
         return unique
