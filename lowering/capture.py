@@ -72,7 +72,8 @@ def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Gr
     from fx_passes import convert_fx
 
     if request.search is None:
-        return convert_fx(prepared)
+        batches = request.data if request.data else [sizes.opt.inputs()]
+        return convert_fx(prepared, batches, progress=request.shows_progress)
     from lowering.search import searched
 
     return searched(prepared, sizes, request)
