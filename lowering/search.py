@@ -54,6 +54,8 @@ Choice = Mapping[str, "Granularity | None"]
 _SOFTMAX_STEPS = 8
 # The search for a lower floor ends after this many groups that were toggled in vain.
 _PATIENCE = 4
+# A group that gains fewer microseconds is not worth its noise.
+_WORTH_US = 0.1
 
 
 @dataclass(frozen=True)
@@ -396,7 +398,7 @@ def _lowest_floor(units: Sequence[Unit], engines: _Engines, builds: int) -> list
         return [unit for unit in units if (unit.form, *unit.layers.values()) in keys]
 
     def floor(keys: frozenset[Any]) -> float:
-        return engines.floor(_choice(members(keys))).total_us
+        return engines.floor(_choice(members(keys))).total_us + _WORTH_US * len(keys)
 
     best = min((frozenset(k for k in groups if expected[k] > 0.0), frozenset(groups), frozenset()), key=floor)
     in_vain = 0
