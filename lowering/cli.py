@@ -51,6 +51,9 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="an artifact that `fxtrt lower` or LoweredModule.save wrote")],
     layers: Annotated[bool, typer.Option("--layers", help="list every operator with its precision and why")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="list every kernel of the engines with its types")] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help='also the roofline floor (no measurement) on this GPU, such as "RTX 4090"')
+    ] = None,
 ) -> None:
     """Show what an artifact holds, after checking its files: segments, kernels, bytes, fallbacks. Loads none of it."""
     from lowering.artifact import described
@@ -61,6 +64,8 @@ def inspect(
         if layers and segment["ops"]:
             out.print(_operator_table(segment))
         for engine in segment["engines"]:
+            if engine.get("rows"):
+                out.print(_engine_table(segment, engine, gpu))
             if kernels and engine.get("rows"):
                 out.print(_kernel_table(segment["name"], engine))
 
@@ -214,6 +219,20 @@ def _operator_table(segment: dict[str, Any]) -> Table:
     table = Table("node", "operator", "int8", "reason", "source", title=f"{segment['name']}: operators")
     for row in segment["ops"]:
         table.add_row(row["node"], row["op"], "yes" if row["int8"] else "no", row["reason"], row["source"] or "")
+    return table
+
+
+def _engine_table(segment: dict[str, Any], engine: dict[str, Any], gpu: str | None) -> Table:
+    """What the engine's kernels add up to, beside the same in the float type where that is known."""
+    from lowering.engine_facts import engine_facts
+
+    sides = {segment["precision"]: engine_facts(engine, gpu)}
+    twin = segment.get("float_twin")
+    if twin:
+        sides[f"the same in {twin['precision']}"] = engine_facts(twin, gpu)
+    table = Table("", *sides, title=f"{segment['name']}: engine")
+    for name in next(iter(sides.values())):
+        table.add_row(name, *(facts[name] for facts in sides.values()))
     return table
 
 
