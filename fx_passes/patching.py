@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+from torch.fx import Proxy
 
 if TYPE_CHECKING:
     from fx_passes.tracer import QuantizationTracer
@@ -37,6 +38,7 @@ __all__ = [
     "replaced_entry",
     "replaced_everywhere",
     "replaced_factories",
+    "replaced_isinstance",
 ]
 
 # Recorded with any arguments: their result is written to, or random, so a value made while tracing would be wrong.
@@ -180,6 +182,29 @@ def replaced_factories() -> Iterator[None]:
                 continue  # a trace inside a trace
             stand_in = recording(function, always=name in _FRESH_FACTORIES)
             stack.enter_context(replaced_entry(torch.__dict__, name, stand_in))
+        yield
+
+
+@contextmanager
+def replaced_isinstance(classes: Iterable[type]) -> Iterator[None]:
+    """Let `isinstance(x, torch.Tensor)` hold of a traced tensor in the code of these classes' packages.
+
+    The proxy cannot call itself a tensor: torch's C++ would take it for one. So the name `isinstance` is bound in the
+    modules that the user's code is in, and in no other.
+    """
+
+    def is_instance(value: Any, kinds: Any) -> bool:
+        tracer = current_tracer()
+        if isinstance(value, Proxy) and tracer is not None:
+            return tracer.is_instance(value, kinds)
+        return isinstance(value, kinds)
+
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - {"torch", "builtins", "fx_passes"}
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            namespace = getattr(module, "__dict__", None)
+            if name.partition(".")[0] in packages and type(namespace) is dict and "isinstance" not in namespace:
+                stack.enter_context(replaced_entry(namespace, "isinstance", is_instance))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -58,12 +59,18 @@ def trace(
     if bad:
         raise InputError(f"leaves names what is no submodule of {type(model).__name__}: {bad}")
     tracer = QuantizationTracer(names, classes)
+    exportable = example_inputs is not None and not leaves and not concrete_args  # which torch.export cannot respect
     try:
-        return GraphModuleWithAttr(model, tracer.trace(model, concrete_args, example_inputs=example_inputs))
+        gm = GraphModuleWithAttr(model, tracer.trace(model, concrete_args, example_inputs=example_inputs))
     except CaptureError as refusal:
-        if example_inputs is None or leaves or concrete_args:  # which torch.export cannot respect
+        if not exportable:
             raise
         return _exported(model, example_inputs, varying, refusal)
+    if tracer.froze_sizes and exportable and varying is not None:
+        with suppress(CaptureError):  # the graph that was traced is right for some of these sizes, if not for all
+            reason = CaptureError("symbolic tracing would take a size of the example inputs for a constant")
+            return _exported(model, example_inputs, varying, reason)
+    return gm
 
 
 def _exported(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch.fx import Graph, Proxy, Tracer
 from torch.fx.proxy import TraceError
 
 from fx_passes.example_values import UNKNOWN, ExampleValues, check_branch
 from fx_passes.frames import user_line
+from fx_passes.ops import is_size
 from fx_passes.trace_args import ArgumentPlan
 
 __all__ = ["AnsweringTracer"]
+
+_SOME_TENSOR = torch.empty(0)
 
 
 class AnsweringTracer(Tracer):
@@ -54,6 +58,17 @@ class AnsweringTracer(Tracer):
             raise TraceError("a traced value is used as a Python number")
         self.create_proxy("call_function", check_branch, (obj, value, user_line(self.outermost)), {})
         return value
+
+    def is_instance(self, obj: Proxy, kinds: Any) -> bool:
+        """What `isinstance(value, kinds)` would be; a value that no example tells of is taken for a tensor."""
+        if isinstance(obj, kinds):
+            return True
+        value = self._examples().value(obj.node)
+        if value is not UNKNOWN:
+            return isinstance(value, kinds)
+        if self._plan.examples or obj.node.meta.get("python") or is_size(obj.node):
+            return False
+        return isinstance(_SOME_TENSOR, kinds)
 
     def _examples(self) -> ExampleValues:
         if self._values is None or self._values.graph is not self.graph:

@@ -21,7 +21,7 @@ from fx_passes.example_values import ExampleValues
 from fx_passes.frames import failure_line, failure_reason, user_frame
 from fx_passes.graph_module import GraphModuleWithAttr
 from fx_passes.objects import holds_traced, object_paths
-from fx_passes.patching import activate, current_tracer, replaced_factories
+from fx_passes.patching import activate, current_tracer, replaced_factories, replaced_isinstance
 from fx_passes.proxy import TensorAttribute, TracedAttribute, TracedValue, contains_traced
 from fx_passes.rollback import Checkpoint
 from fx_passes.state import recorded_buffer_assignment, restored_state
@@ -53,6 +53,10 @@ class QuantizationTracer(AnsweringTracer):
     classes, and those that cannot be entered; the latter carry the reason in `node.meta["untraceable"]`. Quant stubs
     are transparent.
 
+    Attributes:
+        leaf_reasons: for each submodule that the last trace could not enter, why.
+        froze_sizes: whether that trace had to take sizes of its example inputs for constants.
+
     Args:
         skipped_module_names: qualified names of modules not to enter.
         skipped_module_classes: classes whose instances are not entered.
@@ -66,6 +70,7 @@ class QuantizationTracer(AnsweringTracer):
         self.skipped_module_classes = tuple(skipped_module_classes)
         self.trace_asserts = True
         self.leaf_reasons: dict[str, str] = {}
+        self.froze_sizes = False
         self._reset(None)
 
     def _reset(self, root: nn.Module | None) -> None:
@@ -102,14 +107,16 @@ class QuantizationTracer(AnsweringTracer):
         Raises:
             CaptureError: the root's own forward cannot be recorded.
         """
-        self.leaf_reasons = {}
+        self.leaf_reasons, self.froze_sizes = {}, False
         if isinstance(root, GraphModuleWithAttr) and not concrete_args:
             return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
         with _lock, torch.random.fork_rng(devices=[]):
             plan = trace_args.ArgumentPlan(root, concrete_args, example_inputs)
             while True:
                 try:
-                    return self._trace_once(root, plan)
+                    graph = self._trace_once(root, plan)
+                    self.froze_sizes = plan.freezes_sizes
+                    return graph
                 except _Untraceable as failure:
                     if failure.path:
                         self.leaf_reasons[failure.path] = failure.reason
@@ -128,6 +135,8 @@ class QuantizationTracer(AnsweringTracer):
                 stack.enter_context(restored_state(module))
             stack.enter_context(wrapped_calls(root))
             stack.enter_context(replaced_factories())
+            classes = [type(m) for m in module.modules()] if module is not None else []
+            stack.enter_context(replaced_isinstance(base for cls in classes for base in cls.__mro__))
             stack.enter_context(recorded_buffer_assignment())
             stack.enter_context(activate(self))
             try:

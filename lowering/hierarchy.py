@@ -46,8 +46,13 @@ def lower_children(model: nn.Module, sizes: ShapeRange, request: Request, refusa
 
     Raises:
         CaptureError: none of its children can be lowered either.
+        InputError: a search for placement is asked for.
         UnsupportedOpError: `settings.require_full_lowering`.
     """
+    if request.search is not None:
+        raise InputError(
+            f"a search for placement works on one graph, and {refusal.what}", hint='use placement="default"'
+        )
     root = own_copy(model)
     choice = choose(root, sizes, request.data)
     if not choice.children:
