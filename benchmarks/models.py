@@ -22,12 +22,14 @@ __all__ = [
     "PaintingActor",
     "categories",
     "deep_recommender",
+    "efficientnet_b0",
     "efficientnet_lite0",
     "input_of",
     "mobilenet_v2",
     "painting_actor",
     "resnet50",
     "settle_batch_norm",
+    "vit_b_16",
 ]
 
 
@@ -39,6 +41,20 @@ def resnet50() -> nn.Module:
 def mobilenet_v2() -> nn.Module:
     """torchvision's MobileNet-V2, random weights, BatchNorm statistics settled on seeded noise."""
     return _torchvision("mobilenet_v2")
+
+
+def efficientnet_b0() -> nn.Module:
+    """torchvision's EfficientNet-B0, random weights, BatchNorm statistics settled on seeded noise."""
+    return _torchvision("efficientnet_b0")
+
+
+def vit_b_16() -> nn.Module:
+    """torchvision's ViT-B/16, random weights; those of the head, which start at zero, too."""
+    model = _torchvision("vit_b_16")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        nn.init.trunc_normal_(model.heads.head.weight, std=0.02)  # type: ignore[union-attr, arg-type]
+    return model
 
 
 def efficientnet_lite0() -> nn.Module:

@@ -24,7 +24,9 @@ def export_float(model: nn.Module, example: Tensor, file: Path) -> Path:
     return file
 
 
-def quantize_static(file: Path, data: Iterable[Tensor], *, per_channel: bool = True, symmetric: bool = False) -> Path:
+def quantize_static(
+    file: Path, data: Iterable[Tensor], *, per_channel: bool = True, symmetric: bool = False, float_bias: bool = False
+) -> Path:
     """ONNX Runtime's own quantizer, Q/DQ format, int8 weights.
 
     Args:
@@ -32,6 +34,7 @@ def quantize_static(file: Path, data: Iterable[Tensor], *, per_channel: bool = T
         data: calibration batches of the file's own batch size.
         per_channel: one weight scale for each output channel.
         symmetric: int8 activations around 0, as TensorRT wants them, instead of uint8 with a zero point.
+        float_bias: leave biases in float: TensorRT refuses the int32 ones.
 
     Returns:
         The file it wrote, beside `file`.
@@ -50,7 +53,7 @@ def quantize_static(file: Path, data: Iterable[Tensor], *, per_channel: bool = T
         activation_type=QuantType.QInt8 if symmetric else QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         per_channel=per_channel,
-        extra_options={"ActivationSymmetric": symmetric},
+        extra_options={"ActivationSymmetric": symmetric, "QuantizeBias": not float_bias},
     )
     return quantized
 
