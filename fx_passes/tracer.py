@@ -35,6 +35,7 @@ __all__ = ["QuantizationTracer"]
 # torch.fx replaces nn.Module.__call__ for the whole process while it traces; two traces must not overlap.
 _lock = threading.RLock()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FROZEN_NORM = "torchvision.ops.misc.FrozenBatchNorm2d"
 WRAPPED = "wrapped by the user"
 
 
@@ -170,6 +171,8 @@ class QuantizationTracer(AnsweringTracer):
             return True
         if isinstance(m, (*self.skipped_module_classes, torch.jit.ScriptModule)) or is_wrapped_module(m):
             return True
+        if f"{type(m).__module__}.{type(m).__qualname__}" == _FROZEN_NORM and not m.training:
+            return True  # so that it can be folded
         defined_in_torch = type(m).__module__.startswith(("torch.nn.", "torch.ao.nn."))
         return defined_in_torch and not isinstance(m, _CONTAINERS) and straight_forward(m) is None
 

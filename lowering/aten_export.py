@@ -277,10 +277,11 @@ def _export_error(error: Exception, segment: GraphModule, node: Node | None = No
 
 
 def _summary(text: str) -> str:
-    first = text.split("While executing")[0].split("Original traceback")[0].split("The error above")[0]
+    first = re.split(
+        "While executing|Original traceback|The error above|consider using|Caused by:|For more info", text
+    )[0]
     lines = [line.strip() for line in first.splitlines() if line.strip() and not line.strip().startswith("File ")]
-    joined = " ".join(lines).replace('For more information, run with TORCH_LOGS="+dynamic".', "")
-    joined = re.sub(r"(?:/[\w.\-+]+)+/([\w.\-]+)", r"\1", joined)
+    joined = re.sub(r"(?:/[\w.\-+]+)+/([\w.\-]+)", r"\1", " ".join(lines))
     return joined[:600] or "failed without a message"
 
 

@@ -87,7 +87,8 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
             except ExportError as error:
                 if error.node is None:
                     raise
-                refused[error.node.name] = error.what
+                entered = error.node.meta.get("untraceable")
+                refused[error.node.name] = error.what if entered is None else f"{entered}; {error.what}"
                 continue
             for node, reason in unsupported(name, programs[name]).items():
                 refused[str(node.meta.get("fx_node", node.name))] = reason

@@ -32,6 +32,7 @@ _BY_PATH = {
     "torchvision.ops.stochastic_depth.StochasticDepth": "stochastic_depth",
     "timm.layers.drop.DropPath": "stochastic_depth",
     "timm.layers.drop.drop_path": "stochastic_depth",
+    "torchvision.ops.misc.FrozenBatchNorm2d": "batch_norm",
 }
 # Python's arithmetic, which in a graph may work on sizes as well as on tensors.
 _PYTHON_OPERATORS = frozenset(
