@@ -1,82 +1,175 @@
-"""Kernels and bytes of TensorRT-RTX engines: fp16 beside int8 with the placement of each target.
+"""TensorRT-RTX engines side by side: fp16, our int8 placements, and other quantizers' ONNX files, from one builder.
 
-    python -m benchmarks.engine_quality --capability 8.9
+    python -m benchmarks.engine_quality --capability 8.9 --gpu "RTX 4090" --modelopt PYTHON
 
-Read from the builder's own listing of the engine; nothing is run on a GPU.
+Kernels and bytes are read from the builder's own listing, and the roofline floor follows from them; nothing is run on a
+GPU. `PYTHON` is the interpreter of an environment with `nvidia-modelopt[onnx]`, which wants other versions of onnx and
+ONNX Runtime than this project; without it that row is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
+import onnx
+import torch
 from torch import Tensor, nn
 
-from benchmarks.models import CLASSIFIERS, input_of
-from benchmarks.photographs import Batches, calibration_batches
-from benchmarks.program import aten_program
+from benchmarks.models import efficientnet_b0, input_of, mobilenet_v2, resnet50, vit_b_16
+from benchmarks.peers import quantize_static, session_call
+from benchmarks.photographs import calibration_crops, held_out_crops
 from benchmarks.results import publish
-from lowering.aten import cast_float_part
-from lowering.settings import FLOAT_TYPES, Settings
+from lowering import lower_to_trt
+from lowering.compare import sqnr
+from lowering.roofline import engine_floor
+from lowering.search import PlacementSearch
+from lowering.trt.bindings import BuilderLog, collect_log, flavour, logger, trt
 from lowering.trt.build import build_engine
-from lowering.trt.capabilities import resolve_capabilities
-from lowering.trt.network import build_network
+from lowering.trt.layers import LayerReport
+from lowering.trt.network import Network
 
-CASES = (
-    (None, "fp16"),
-    ("tensorrt-rtx", "fp16"),
-    ("tensorrt-rtx", "fp32"),
-    ("tensorrt", "fp16"),
-    ("tensorrt", "fp32"),
-)  # target of the placement (None: no int8), type of what is not int8
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-50": resnet50,
+    "MobileNet-V2": mobilenet_v2,
+    "EfficientNet-B0": efficientnet_b0,
+    "ViT-B/16": vit_b_16,
+}
+_TESTED = 4  # images that the outputs are compared on
 
 
 def main() -> None:
     """Build, print, write `build/benchmarks/engine_quality.{json,csv}`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(CLASSIFIERS), default=list(CLASSIFIERS))
-    parser.add_argument("--capability", default=None, help="for example 8.9; default: one portable engine")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--capability", default="8.9")
+    parser.add_argument("--gpu", default="RTX 4090", help="GPU of the floor and of the search")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--modelopt", metavar="PYTHON", help="interpreter that has nvidia-modelopt[onnx]")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.models:
-        model = CLASSIFIERS[name]()
-        spec = input_of(model)
-        data = calibration_batches(spec, per_photograph=1)
-        rows += measure(name, model, spec.example(arguments.batch), data, arguments.capability)
-    note = (
-        f"TensorRT-RTX, {arguments.capability or 'portable'}, batch {arguments.batch}, from the builder's listing. "
-        "int8 / float compute: convolutions and matrix products by the type of their activation input. Activation "
-        "bytes count every kernel's reads and writes."
+        with tempfile.TemporaryDirectory() as folder:
+            case = _Case(name, MODELS[name](), arguments, Path(folder))
+            for batch in arguments.batches:
+                rows += case.rows(batch)
+                publish("engine_quality", rows, title="Engines", note=_note(arguments))
+
+
+def _note(arguments: argparse.Namespace) -> str:
+    return (
+        f"TensorRT-RTX for {arguments.capability}, from the builder's listing. Floor: on {arguments.gpu}, by the "
+        "roofline of bytes, operations and 2 us a launch; a floor, no measurement. SQNR: outputs against the float "
+        f"model's on {_TESTED} photographs at batch 1, our engines executed on the CPU, the others' files by ONNX "
+        "Runtime."
     )
-    publish("engine_quality", rows, title="Engines", note=note)
 
 
-def measure(
-    name: str, model: nn.Module, example: Tensor, data: Batches, capability: str | None
-) -> Iterator[dict[str, Any]]:
-    """One row for each case."""
-    for target, float_type in CASES:
-        program = aten_program(model, example, data, target)
-        if FLOAT_TYPES[float_type] is not FLOAT_TYPES["fp32"]:
-            program = cast_float_part(program, FLOAT_TYPES[float_type])
-        network = build_network(program, name=name)
-        engine = build_engine(network, compute_capabilities=resolve_capabilities(capability), settings=Settings())
-        report = engine.report
-        moved = report.activation_bytes + report.weight_bytes
-        yield {
-            "model": name,
-            "int8 placement": target or "none",
-            "float part": float_type,
+class _Case:
+    """One model, in all its runs."""
+
+    def __init__(self, name: str, model: nn.Module, arguments: argparse.Namespace, folder: Path):
+        self.name, self.model, self.arguments, self.folder = name, model, arguments, folder
+        spec = input_of(model)
+        self.calibration = [crop.pixels for crop in calibration_crops(spec, per_photograph=1)]
+        self.images = [crop.pixels for crop in held_out_crops(spec, per_photograph=1)][:_TESTED]
+        with torch.no_grad():
+            self.expected = torch.cat([model(image) for image in self.images])
+        self._files: dict[str, Path] = {}
+
+    def rows(self, batch: int) -> Iterator[dict[str, Any]]:
+        example = self.images[0].expand(batch, -1, -1, -1).contiguous()
+        search = PlacementSearch(gpu=self.arguments.gpu)
+        for run, options in (
+            ("fp16", {"precision": "fp16"}),
+            ("ours, default", {}),
+            ("ours, auto", {"placement": search}),
+        ):
+            if options.get("precision") != "fp16":
+                options["calibration"] = self.calibration
+            lowered = lower_to_trt(self.model, example, compute_capabilities=self.arguments.capability, **options)
+            report = LayerReport(**lowered.report()["segments"][0]["engines"][0])
+            yield self._row(batch, run, report, self._sqnr(lowered.simulate, batch))
+        for run, quantizer in (("modelopt", self._modelopt), ("ONNX Runtime", self._onnxruntime)):
+            if run == "modelopt" and not self.arguments.modelopt:
+                print("modelopt is left out: give --modelopt PYTHON", file=sys.stderr)
+                continue
+            file = self._files.get(run) or self._files.setdefault(run, quantizer())
+            network = _parsed(self.name, _with_batch(file, batch))
+            report = build_engine(network, compute_capabilities=self.arguments.capability).report
+            yield self._row(batch, run, report, self._sqnr(session_call(file, 1), 1))
+
+    def _row(self, batch: int, run: str, report: LayerReport, decibels: float) -> dict[str, Any]:
+        floor = engine_floor(report.rows, self.arguments.gpu)
+        return {
+            "model": self.name,
+            "batch": batch,
+            "run": run,
             "kernels": report.kernels,
-            "int8 compute": report.int8_compute,
-            "float compute": report.float_compute,
+            "int8": f"{report.int8_compute} of {report.int8_compute + report.float_compute}",
             "activations MB": round(report.activation_bytes / 1e6, 1),
             "weights MB": round(report.weight_bytes / 1e6, 1),
-            "moved MB": round(moved / 1e6, 1),
-            "file MB": round(report.engine_bytes / 1e6, 1),
+            "memory us": round(floor.memory_us, 2),
+            "compute us": round(floor.compute_us, 2),
+            "launches us": round(floor.launch_us, 2),
+            "floor us": round(floor.total_us, 2),
+            "SQNR dB": round(decibels, 1),
         }
+
+    def _sqnr(self, run: Callable[[Tensor], Tensor], batch: int) -> float:
+        """Of the outputs for the images; an engine of a larger batch takes each of them that many times over."""
+        found = [
+            run(image.expand(batch, -1, -1, -1).contiguous())[:1] for image in self.images[: 1 if batch > 1 else None]
+        ]
+        return sqnr(self.expected[: len(found)], torch.cat(found))
+
+    def _float_file(self) -> Path:
+        file = self.folder / "float.onnx"
+        if not file.exists():
+            torch.onnx.export(
+                self.model, (self.images[0],), file, dynamo=True, external_data=False, verbose=False,
+                input_names=["image"], dynamic_shapes=({0: torch.export.Dim("batch")},),
+            )  # fmt: skip
+        return file
+
+    def _modelopt(self) -> Path:
+        data, file = self.folder / "calibration.npy", self.folder / "modelopt.onnx"
+        numpy.save(data, torch.cat(self.calibration).numpy())
+        script = Path(__file__).with_name("modelopt_quantize.py")
+        command = [self.arguments.modelopt, script, self._float_file(), file, data]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"modelopt fails on {self.name}:\n{done.stderr[-2000:]}")
+        return file
+
+    def _onnxruntime(self) -> Path:
+        return quantize_static(self._float_file(), self.calibration, symmetric=True, float_bias=True)
+
+
+def _with_batch(file: Path, batch: int) -> bytes:
+    """An ONNX file, its first dimension fixed."""
+    model = onnx.load(file)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = batch
+    return model.SerializeToString()
+
+
+def _parsed(name: str, data: bytes) -> Network:
+    """The network that NVIDIA's parser makes of an ONNX file."""
+    log = BuilderLog()
+    with collect_log(log):
+        builder = trt.Builder(logger())
+        definition = builder.create_network(0)
+        definition.name = name
+        if not trt.OnnxParser(definition, logger()).parse(data):
+            raise SystemExit(f"NVIDIA's parser refuses the file of {name}: {log.errors[:1]}")
+    return Network(name, definition, builder, log, [], [], flavour())
 
 
 if __name__ == "__main__":
