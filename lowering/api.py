@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
 DynamicBatch = tuple[int, int, int] | list[tuple[int, int, int]] | None
-RUNTIMES = ("auto", "onnxruntime", "tensorrt")
+RUNTIMES = ("auto", "onnxruntime", "openvino", "tensorrt")
 
 
 def lower_to_trt(
@@ -109,8 +109,9 @@ def lower_to_onnx(
         model, example_inputs, precision, calibration, dynamic_batch, dynamic_shapes, qconfig, settings, dry_run: as in
             `lower_to_trt`; with "int8" the rest is fp32 by default. "auto" measures int8 and float and keeps the
             faster.
-        runtime: "onnxruntime" (uint8 activations, for the CPU), "tensorrt" (a Q/DQ file with TensorRT's scheme and
-            placement for `trtexec`, which ONNX Runtime also runs), or "auto", which is "onnxruntime".
+        runtime: "onnxruntime" (uint8 activations, for the CPU), "openvino" (the same file in OpenVINO's own runtime),
+            "tensorrt" (a Q/DQ file with TensorRT's scheme and placement for `trtexec`, which ONNX Runtime also runs),
+            or "auto", which is "onnxruntime".
 
     Returns:
         A module that runs on this machine.

@@ -187,10 +187,13 @@ def _segment_from_plain(
         raise ArtifactError(f"a segment is called {info.name!r}, which is no name that a graph may use")
     record = checked(plain.get("backend"), dict, f"the backend of {info.name}")
     kind = record.get("kind")
+    backend_class: Any
     if kind == "onnx":
-        from lowering.onnx.session import OnnxSession as backend_class
+        from lowering.onnx.model import runtime_class
+
+        backend_class = runtime_class(checked(record.get("runtime"), str, f"the runtime of {info.name}"))
     elif kind == "tensorrt":
-        from lowering.trt.engine import TrtEngine as backend_class  # type: ignore[assignment]
+        from lowering.trt.engine import TrtEngine as backend_class
     else:
         raise ArtifactError(
             f"{info.name} is of the unknown kind {kind!r}", hint="load it with the version that saved it"

@@ -20,26 +20,35 @@ if TYPE_CHECKING:
     import onnx
 
     from lowering.aten import AtenProgram
-    from lowering.onnx.session import OnnxSession
+    from lowering.onnx.model import OnnxModel
     from lowering.segments import Segmented
 
 __all__ = ["OnnxBackend"]
 
 
 class OnnxBackend:
-    """Lowers segments to ONNX files, run by ONNX Runtime.
+    """Lowers segments to ONNX files, run by ONNX Runtime or OpenVINO.
 
     Args:
         precision: as in `lower_to_onnx`.
-        runtime: "onnxruntime" or "tensorrt": whose scheme and placement the file has.
+        runtime: "onnxruntime" or "openvino", which run the same files, or "tensorrt": whose scheme and placement the
+            file has.
         settings: `float_type` and `threads` are used.
+
+    Raises:
+        BackendUnavailableError: OpenVINO is asked for and not installed.
     """
 
     simulates = False
 
     def __init__(self, precision: str, runtime: str, settings: Settings):
         self.precision, self.settings = precision, settings
-        self.target = runtime
+        self.target = "onnxruntime" if runtime == "openvino" else runtime
+        self.openvino = runtime == "openvino"
+        if self.openvino:
+            from lowering.onnx.openvino import runtime_module
+
+            runtime_module()
         self.threads: int | None = settings.threads or torch.get_num_threads()
         self._exported: dict[int, tuple[AtenProgram, onnx.ModelProto]] = {}
 
@@ -81,10 +90,14 @@ class OnnxBackend:
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
         return export_onnx(cast_float_part(program, dtype) if dtype != torch.float32 else program)
 
-    def _session(self, model: onnx.ModelProto, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxSession:
+    def _session(self, model: onnx.ModelProto, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxModel:
         from lowering.onnx.session import OnnxSession
         from lowering.onnx.tensorrt_file import check_parser
 
+        if self.openvino:
+            from lowering.onnx.openvino import OpenVinoSession
+
+            return OpenVinoSession(model, program.inputs, program.outputs, threads=self.threads)
         session = OnnxSession(
             model,
             program.inputs,

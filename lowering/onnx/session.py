@@ -7,17 +7,18 @@ import re
 import tempfile
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError, LoweringError
+from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.aten import TensorSpec
-from lowering.spec_format import checked, spec_from_plain, spec_to_plain
+from lowering.onnx.model import OnnxModel, first_line
+from lowering.spec_format import checked
 
 if TYPE_CHECKING:
     import onnx
@@ -44,15 +45,11 @@ _ELEMENT_TYPES = {
 }
 
 
-class OnnxSession(nn.Module):
+class OnnxSession(OnnxModel):
     """Runs an ONNX model in ONNX Runtime. Calls from several threads may overlap.
 
     Args:
-        model: the model, as a proto or its bytes.
-        inputs: what it takes, in order.
-        outputs: names of its outputs, in order.
-        threads: of one call; by default `torch.get_num_threads()` now.
-        target: whose placement the model has; for "tensorrt" an artifact also gets the `trtexec` line.
+        model, inputs, outputs, threads, target: as for `OnnxModel`.
         exact: whether integer products must never saturate. On x86 without VNNI, ONNX Runtime adds uint8 x int8
             products in pairs in 16 bits, which large weights and activations overflow; exact kernels take about a
             third longer there, and are the same ones elsewhere. None: only if the results on `probe` differ.
@@ -62,6 +59,8 @@ class OnnxSession(nn.Module):
         BackendUnavailableError: ONNX Runtime is not installed.
         LoweringError: ONNX Runtime refuses the model.
     """
+
+    runtime: ClassVar[str] = "onnxruntime"
 
     def __init__(
         self,
@@ -74,11 +73,7 @@ class OnnxSession(nn.Module):
         exact: bool | None = None,
         probe: Sequence[Tensor] | None = None,
     ):
-        super().__init__()
-        self.bytes = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
-        self.inputs, self.outputs = list(inputs), list(outputs)
-        self.threads = threads or torch.get_num_threads()
-        self.target = target
+        super().__init__(model, inputs, outputs, threads=threads, target=target)
         self.exact = bool(exact)
         self._session = _open(self.bytes, self.threads, fuse_quantized=self.target == "onnxruntime", exact=self.exact)
         self._output_plan = [(o.name, *_output_type(o.type), o.shape) for o in self._session.get_outputs()]
@@ -118,9 +113,6 @@ class OnnxSession(nn.Module):
     def description(self) -> str:
         """Backend and version, for summaries."""
         return f"onnxruntime {_runtime().__version__}"
-
-    def extra_repr(self) -> str:
-        return f"{self.description}, threads={self.threads}, {len(self.bytes) / 1e6:.1f} MB"
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the model.
@@ -192,7 +184,7 @@ class OnnxSession(nn.Module):
             self._session.run_with_iobinding(binding)
         except Exception as error:
             raise LoweringError(
-                f"ONNX Runtime fails on inputs of shapes {', '.join(map(str, shapes))}: {_first_line(error)}",
+                f"ONNX Runtime fails on inputs of shapes {', '.join(map(str, shapes))}: {first_line(error)}",
                 hint="check that these sizes work in the original model",
             ) from error
 
@@ -207,22 +199,6 @@ class OnnxSession(nn.Module):
         return Counter(node.op_type for node in model.graph.node)
 
     # -- shapes -----------------------------------------------------------------------------------------------------
-
-    def _checked(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        if len(inputs) != len(self.inputs):
-            raise InputError(f"this segment takes {len(self.inputs)} inputs, {len(inputs)} were given")
-        sizes: dict[str, tuple[int, str]] = {}
-        values = []
-        for value, spec, dims in zip(inputs, self.inputs, self._dims, strict=True):
-            _check_input(value, spec)
-            for d, (size, dim) in enumerate(zip(value.shape, dims, strict=True)):
-                if isinstance(dim, str) and (before := sizes.setdefault(dim, (size, spec.name)))[0] != size:
-                    raise InputError(
-                        f"input '{spec.name}' has size {size} in dimension {d}, which must equal {before[0]}, "
-                        f"the '{dim}' of input '{before[1]}'"
-                    )
-            values.append(value.detach().contiguous())
-        return values
 
     def _known_shapes(self, shapes: tuple) -> list[tuple[int, ...] | None]:
         """The output shapes where they follow from the input shapes: fixed, or seen with these inputs before."""
@@ -250,56 +226,14 @@ class OnnxSession(nn.Module):
 
     # -- artifacts --------------------------------------------------------------------------------------------------
 
-    def artifact_record(self, *, include_network: bool = True) -> dict[str, Any]:
-        """What the manifest says of this session. An ONNX file is its own network, whatever is asked for."""
-        return {
-            "kind": "onnx",
-            "inputs": [spec_to_plain(spec) for spec in self.inputs],
-            "outputs": self.outputs,
-            "target": self.target,
-            "exact": self.exact,
-        }
-
-    def artifact_files(self, name: str, *, include_network: bool = True) -> dict[str, Callable[[Path], Any]]:
-        """File name -> function that writes it. An ONNX file is its own network, so `include_network` adds nothing."""
-        from lowering.onnx.tensorrt_file import trtexec_command
-
-        files: dict[str, Callable[[Path], Any]] = {f"{name}.onnx": lambda path: path.write_bytes(self.bytes)}
-        if self.target == "tensorrt":
-            line = trtexec_command(f"{name}.onnx", self.inputs)
-            files[f"{name}.trtexec.txt"] = lambda path: path.write_text(line + "\n", encoding="utf-8")
-        return files
-
-    @staticmethod
-    def artifact_needs(name: str, record: dict[str, Any]) -> list[str]:
-        """Names of the files that `from_artifact` reads."""
-        return [f"{name}.onnx"]
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments that make another one like this, but for its threads."""
+        return {**super().options(), "exact": self.exact}
 
     @classmethod
-    def from_artifact(cls, folder: Path, name: str, record: dict[str, Any]) -> OnnxSession:
-        """The session that `artifact_files` and `artifact_record` described, with as many threads as torch has now.
-
-        Raises:
-            ArtifactError: the file is missing, or the record is damaged.
-        """
-        path = folder / f"{name}.onnx"
-        if not path.is_file():
-            raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
-        inputs = [spec_from_plain(plain) for plain in checked(record.get("inputs"), list, f"the inputs of {name}")]
-        outputs = [
-            checked(o, str, f"an output of {name}")
-            for o in checked(record.get("outputs"), list, f"the outputs of {name}")
-        ]
-        target = checked(record.get("target"), str, f"the target of {name}")
+    def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
         exact = checked(record.get("exact"), bool, f"'exact' of {name}")
-        return cls(path.read_bytes(), inputs, outputs, target=target, exact=exact)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OnnxSession:
-        copy = type(self)(
-            self.bytes, self.inputs, self.outputs, threads=self.threads, target=self.target, exact=self.exact
-        )
-        memo[id(self)] = copy
-        return copy
+        return {**super()._read_options(name, record), "exact": exact}
 
 
 def _runtime() -> Any:
@@ -342,30 +276,9 @@ def _open(
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise LoweringError(
-            f"ONNX Runtime refuses the model: {_first_line(error)}",
+            f"ONNX Runtime refuses the model: {first_line(error)}",
             hint="an older ONNX Runtime may not know this opset: upgrade onnxruntime",
         ) from error
-
-
-def _check_input(value: Any, spec: TensorSpec) -> None:
-    if not isinstance(value, Tensor):
-        raise InputError(f"input '{spec.name}' is a {type(value).__name__}, not a tensor")
-    if value.dtype != spec.dtype:
-        raise InputError(f"input '{spec.name}' is {value.dtype}, this segment takes {spec.dtype}", hint="cast it")
-    if value.device.type != "cpu":
-        raise InputError(
-            f"input '{spec.name}' is on {value.device}; ONNX Runtime runs here on the CPU", hint="call with .cpu()"
-        )
-    if value.dim() != len(spec.min):
-        raise InputError(
-            f"input '{spec.name}' has rank {value.dim()}, shape {tuple(value.shape)}; this segment takes rank "
-            f"{len(spec.min)}"
-        )
-    if any(not lo <= size <= hi for lo, size, hi in zip(spec.min, value.shape, spec.max, strict=True)):
-        raise InputError(
-            f"input '{spec.name}' has shape {tuple(value.shape)}, this segment takes from {spec.min} to {spec.max}",
-            hint="lower with a dynamic_batch or dynamic_shapes that covers these sizes",
-        )
 
 
 def _address(value: Tensor) -> int:
@@ -390,7 +303,3 @@ def _to_torch(value: Any) -> Tensor:
     if value.element_type() == _ELEMENT_TYPES[torch.bool]:
         return torch.from_numpy(value.numpy())  # DLPack would give uint8
     return torch.from_dlpack(value._get_c_value())
-
-
-def _first_line(error: Exception) -> str:
-    return re.sub(r"(?:/[\w.\-+]+)+/([\w.\-]+)", r"\1", str(error).strip().splitlines()[0])

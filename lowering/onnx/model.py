@@ -1,0 +1,186 @@
+"""What all runtimes of an ONNX file share: its bytes and specs, the checks of inputs, its part of an artifact."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fx_passes.errors import ArtifactError, InputError
+from lowering.aten import TensorSpec
+from lowering.spec_format import checked, spec_from_plain, spec_to_plain
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["OnnxModel", "first_line", "runtime_class"]
+
+Self = TypeVar("Self", bound="OnnxModel")
+
+
+class OnnxModel(nn.Module):
+    """An ONNX model: torch tensors on the CPU in and out.
+
+    Args:
+        model: the model, as a proto or its bytes.
+        inputs: what it takes, in order.
+        outputs: names of its outputs, in order.
+        threads: of one call; by default `torch.get_num_threads()` now.
+        target: whose placement the model has; for "tensorrt" an artifact also gets the `trtexec` line.
+
+    Attributes:
+        runtime: whose class this is, as `lower_to_onnx(runtime=)` calls it.
+    """
+
+    runtime: ClassVar[str]
+
+    def __init__(
+        self,
+        model: onnx.ModelProto | bytes,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[str],
+        *,
+        threads: int | None = None,
+        target: str = "onnxruntime",
+    ):
+        super().__init__()
+        self.bytes = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
+        self.inputs, self.outputs = list(inputs), list(outputs)
+        self.threads = threads or torch.get_num_threads()
+        self.target = target
+        self._dims: list[list[Any]] = [list(spec.opt) for spec in self.inputs]  # a free dimension has a name instead
+
+    @property
+    def description(self) -> str:
+        """Runtime and version, for summaries."""
+        raise NotImplementedError
+
+    def optimized_ops(self) -> Counter[str]:
+        """How often each kind of operator stands in the graph that really runs."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.description}, threads={self.threads}, {len(self.bytes) / 1e6:.1f} MB"
+
+    def _checked(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        if len(inputs) != len(self.inputs):
+            raise InputError(f"this segment takes {len(self.inputs)} inputs, {len(inputs)} were given")
+        sizes: dict[str, tuple[int, str]] = {}
+        values = []
+        for value, spec, dims in zip(inputs, self.inputs, self._dims, strict=True):
+            _check_input(value, spec)
+            for d, (size, dim) in enumerate(zip(value.shape, dims, strict=True)):
+                if isinstance(dim, str) and (before := sizes.setdefault(dim, (size, spec.name)))[0] != size:
+                    raise InputError(
+                        f"input '{spec.name}' has size {size} in dimension {d}, which must equal {before[0]}, "
+                        f"the '{dim}' of input '{before[1]}'"
+                    )
+            values.append(value.detach().contiguous())
+        return values
+
+    # -- artifacts --------------------------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments that make another one like this, but for its threads."""
+        return {"target": self.target}
+
+    def artifact_record(self, *, include_network: bool = True) -> dict[str, Any]:
+        """What the manifest says of this session. An ONNX file is its own network, whatever is asked for."""
+        return {
+            "kind": "onnx",
+            "runtime": self.runtime,
+            "inputs": [spec_to_plain(spec) for spec in self.inputs],
+            "outputs": self.outputs,
+            **self.options(),
+        }
+
+    def artifact_files(self, name: str, *, include_network: bool = True) -> dict[str, Callable[[Path], Any]]:
+        """File name -> function that writes it. An ONNX file is its own network, so `include_network` adds nothing."""
+        from lowering.onnx.tensorrt_file import trtexec_command
+
+        files: dict[str, Callable[[Path], Any]] = {f"{name}.onnx": partial(Path.write_bytes, data=self.bytes)}
+        if self.target == "tensorrt":
+            line = trtexec_command(f"{name}.onnx", self.inputs)
+            files[f"{name}.trtexec.txt"] = lambda path: path.write_text(line + "\n", encoding="utf-8")
+        return files
+
+    @staticmethod
+    def artifact_needs(name: str, record: dict[str, Any]) -> list[str]:
+        """Names of the files that `from_artifact` reads."""
+        return [f"{name}.onnx"]
+
+    @classmethod
+    def from_artifact(cls: type[Self], folder: Path, name: str, record: dict[str, Any]) -> Self:
+        """The session that `artifact_files` and `artifact_record` described, with as many threads as torch has now.
+
+        Raises:
+            ArtifactError: the file is missing, or the record is damaged.
+            BackendUnavailableError: the runtime is not installed.
+        """
+        path = folder / f"{name}.onnx"
+        if not path.is_file():
+            raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
+        inputs = [spec_from_plain(plain) for plain in checked(record.get("inputs"), list, f"the inputs of {name}")]
+        outputs = [
+            checked(o, str, f"an output of {name}")
+            for o in checked(record.get("outputs"), list, f"the outputs of {name}")
+        ]
+        return cls(path.read_bytes(), inputs, outputs, **cls._read_options(name, record))
+
+    @classmethod
+    def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
+        return {"target": checked(record.get("target"), str, f"the target of {name}")}
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        copy = type(self)(self.bytes, self.inputs, self.outputs, threads=self.threads, **self.options())
+        memo[id(self)] = copy
+        return copy
+
+
+def runtime_class(name: str) -> type[OnnxModel]:
+    """The class that runs ONNX files in a runtime: "onnxruntime" or "openvino".
+
+    Raises:
+        ArtifactError: there is no such runtime here.
+    """
+    if name == "onnxruntime":
+        from lowering.onnx.session import OnnxSession
+
+        return OnnxSession
+    if name == "openvino":
+        from lowering.onnx.openvino import OpenVinoSession
+
+        return OpenVinoSession
+    raise ArtifactError(f"the runtime {name!r} is not known", hint="update fx-trt-lowering")
+
+
+def _check_input(value: Any, spec: TensorSpec) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"input '{spec.name}' is a {type(value).__name__}, not a tensor")
+    if value.dtype != spec.dtype:
+        raise InputError(f"input '{spec.name}' is {value.dtype}, this segment takes {spec.dtype}", hint="cast it")
+    if value.device.type != "cpu":
+        raise InputError(
+            f"input '{spec.name}' is on {value.device}; an ONNX file runs here on the CPU", hint="call with .cpu()"
+        )
+    if value.dim() != len(spec.min):
+        raise InputError(
+            f"input '{spec.name}' has rank {value.dim()}, shape {tuple(value.shape)}; this segment takes rank "
+            f"{len(spec.min)}"
+        )
+    if any(not lo <= size <= hi for lo, size, hi in zip(spec.min, value.shape, spec.max, strict=True)):
+        raise InputError(
+            f"input '{spec.name}' has shape {tuple(value.shape)}, this segment takes from {spec.min} to {spec.max}",
+            hint="lower with a dynamic_batch or dynamic_shapes that covers these sizes",
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What a runtime says first, without the folders of the machine that it was built on."""
+    return re.sub(r"(?:/[\w.\-+]+)+/([\w.\-]+)", r"\1", str(error).strip().splitlines()[0])
