@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import math
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from torch import nn
 
 from fx_passes import prepare_calibration_fx, sensitivity
 from fx_passes.errors import InputError, StageError
+from fx_passes.quantize.sensitivity import Sensitivity, SensitivityRow
 
 
 class HardInTheMiddle(nn.Module):
@@ -60,3 +66,48 @@ def test_no_batches():
 def test_a_prepared_graph_is_refused():
     with pytest.raises(StageError, match="prepared"):
         sensitivity(prepare_calibration_fx(HardInTheMiddle()), BATCHES)
+
+
+def test_own_error_is_that_of_the_operator_itself():
+    report = sensitivity(HardInTheMiddle(), BATCHES, target="tensorrt-rtx")
+    by_name = {row.node: row for row in report.rows}
+    # Of a network's last operator the result is the model's.
+    assert by_name["c"].local_sqnr_db == pytest.approx(by_name["c"].sqnr_db)
+    assert by_name["b"].local_sqnr_db < by_name["a"].local_sqnr_db
+    assert 0 < by_name["c"].worst_steps < 8
+
+
+def test_files(tmp_path):
+    report = sensitivity(HardInTheMiddle(), BATCHES)
+    for suffix in (".csv", ".json", ".svg", ".txt"):
+        report.save(tmp_path / f"report{suffix}")
+    with (tmp_path / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["node"] for row in rows] == [row.node for row in report.rows]
+    assert float(rows[0]["sqnr_db"]) == pytest.approx(report.rows[0].sqnr_db)
+    assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["node"] == report.rows[0].node
+    chart = ElementTree.parse(tmp_path / "report.svg").getroot()
+    bars = [e for e in chart.iter("{http://www.w3.org/2000/svg}rect") if float(e.get("height")) == 8]
+    lengths = [float(bar.get("width")) for bar in bars]
+    assert len(bars) == len(report.rows) and lengths == sorted(lengths, reverse=True)
+
+
+def test_unknown_file(tmp_path):
+    with pytest.raises(InputError, match="no report is written as"):
+        sensitivity(HardInTheMiddle(), BATCHES).save(tmp_path / "report.png")
+
+
+def test_infinite_numbers_are_null_in_json():
+    row = SensitivityRow("a", None, math.inf, 1.0, 0.0, 0.0, math.inf, math.inf, 1.0)
+    report = Sensitivity("tensorrt", [row], math.inf)
+    assert json.loads(report.json())["rows"][0]["sqnr_db"] is None
+    assert report.svg().endswith("</svg>")
+
+
+@pytest.mark.parametrize("option", ["equalize", "smooth"])
+def test_scaled_models_are_compared_with_what_they_were(option):
+    """The float weights that go back into the graph are the scaled ones."""
+    value = {"equalize": True, "smooth": 0.5}[option]
+    plain = sensitivity(HardInTheMiddle(), BATCHES, target="tensorrt", qconfig={"": {"weight": "per_channel"}})
+    scaled = sensitivity(HardInTheMiddle(), BATCHES, target="tensorrt", qconfig={"": {option: value}})
+    assert min(row.sqnr_db for row in scaled.rows) > min(row.sqnr_db for row in plain.rows) + 6
