@@ -23,6 +23,9 @@ _HOME = {
     "prepare_qat_fx": "fx_passes.quantize.prepare",
     "convert_fx": "fx_passes.quantize.convert",
     "sensitivity": "fx_passes.quantize.sensitivity",
+    "search_mixed_precision": "fx_passes.quantize.mixed",
+    "equalize_fx": "fx_passes.quantize.equalize",
+    "QConfig": "fx_passes.quantize.qconfig",
     "propagate_shapes": "fx_passes.shapes",
     "estimate_cost": "fx_passes.cost",
     "profile_nodes": "fx_passes.profile",
@@ -33,11 +36,13 @@ _HOME = {
 __all__ = [
     "DeQuantStub",
     "GraphModuleWithAttr",
+    "QConfig",
     "QuantStub",
     "QuantizationTracer",
     "autocast_fx",
     "convert_fx",
     "draw",
+    "equalize_fx",
     "estimate_cost",
     "functionalize",
     "fuse_fx",
@@ -45,6 +50,7 @@ __all__ = [
     "prepare_qat_fx",
     "profile_nodes",
     "propagate_shapes",
+    "search_mixed_precision",
     "sensitivity",
     "trace",
     "wrap",
@@ -59,7 +65,10 @@ if TYPE_CHECKING:
     from fx_passes.graph_module import GraphModuleWithAttr
     from fx_passes.profile import profile_nodes
     from fx_passes.quantize.convert import convert_fx
+    from fx_passes.quantize.equalize import equalize_fx
+    from fx_passes.quantize.mixed import search_mixed_precision
     from fx_passes.quantize.prepare import prepare_calibration_fx, prepare_qat_fx
+    from fx_passes.quantize.qconfig import QConfig
     from fx_passes.quantize.sensitivity import sensitivity
     from fx_passes.shapes import propagate_shapes
     from fx_passes.stubs import DeQuantStub, QuantStub

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from fx_passes.errors import InputError, StageError
+from fx_passes.graph_module import set_submodule
+from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import arguments_of, calibrate
 from fx_passes.quantize.convert import convert_fx, float_reference
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
-from fx_passes.quantize.prepare import fused_float, prepare_calibration_fx
+from fx_passes.quantize.prepare import OBSERVER_PREFIX, fused_float, observers_of, prepare_calibration_fx
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.quantize.structure import strip_quantization
 from fx_passes.recording import bind_inputs, positional, tensors_in
@@ -45,11 +48,16 @@ class PartlyQuantized:
     """A calibrated and converted model, of which any operators can be left in float.
 
     Attributes:
+        prepared: with what its observers saw.
         reference: the float graph, equalized and smoothed as configured.
         converted: with everything in int8 that its target's placement quantizes.
         operators: the nodes, of `converted`, that read quantized values or weights, in their order.
     """
 
+    fused: GraphModule
+    target: str
+    calibration: Iterable[Any]
+    prepared: GraphModule
     reference: GraphModule
     converted: GraphModule
     operators: list[Node]
@@ -75,11 +83,30 @@ class PartlyQuantized:
         converted = convert_fx(prepared, calibration)
         readers = {user for node in converted.graph.nodes if is_dequantize(node) for user in node.users}
         operators = [node for node in converted.graph.nodes if node in readers and not _is_plumbing(node)]
-        return cls(float_reference(prepared), converted, operators)
+        return cls(fused, target, calibration, prepared, float_reference(prepared), converted, operators)
 
     def int8(self, names: Collection[str]) -> GraphModule:
-        """The model with these operators in int8, all others in float."""
+        """The model with these operators in int8, all others in float, placed as they are in `converted`."""
         return strip_quantization(self.converted, self.reference, names)
+
+    def configured(self, qconfig: QConfig, learn: bool) -> GraphModule:
+        """The model placed and converted with another configuration, without calibrating again where possible.
+
+        Args:
+            qconfig: the configuration.
+            learn: learn the rounding of weights where that is configured; otherwise they are rounded to the nearest.
+        """
+        prepared = prepare_calibration_fx(self.fused, target=self.target, qconfig=qconfig)
+        known, wanted = observers_of(self.prepared), observers_of(prepared)
+        if wanted.keys() <= known.keys():
+            for name in wanted:
+                set_submodule(prepared, f"{OBSERVER_PREFIX}.{name}", copy.deepcopy(known[name]))
+        else:
+            calibrate(prepared, self.calibration)
+        for node in prepared.graph.nodes if not learn else ():
+            if (annotation := annotation_of(node)) is not None:
+                node.meta["quantization"] = replace(annotation, learn_rounding=False)
+        return convert_fx(prepared, self.calibration)
 
 
 def _is_plumbing(node: Node) -> bool:
