@@ -32,11 +32,11 @@ from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.ops import Role, op_of
 from fx_passes.quantize.annotation import Granularity, annotation_of, quantized_values
-from fx_passes.quantize.calibrate import call_with_batch
 from fx_passes.quantize.convert import convert_fx, float_reference
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer import layer_of
 from fx_passes.quantize.layer_error import LayerError, layer_errors
+from fx_passes.quantize.measured import measured_nodes, measured_values
 from fx_passes.quantize.qconfig import QConfig
 from lowering.roofline import LAUNCH_US, Floor, Gpu, engine_floor, gpu_named, kernel_floors, representative_gpu
 
@@ -434,24 +434,18 @@ class _Accuracy:
     def __init__(self, prepared: GraphModule, batches: Sequence[Any]):
         self.prepared, self.batches = prepared, batches
         reference = float_reference(prepared)
-        self.expected = [_outputs(reference, batch) for batch in batches]
+        self.nodes = measured_nodes(reference.graph)
+        self.expected = torch.cat([measured_values(reference, batch, self.nodes) for batch in batches])
 
     def of(self, choice: Choice) -> float:
         from lowering.compare import sqnr
 
         placed = convert_fx(decide(self.prepared, _decisions(self.prepared, choice)))
-        found = [_outputs(placed, batch) for batch in self.batches]
-        return sqnr(torch.cat(self.expected), torch.cat(found))
+        found = [measured_values(placed, batch, self.nodes) for batch in self.batches]
+        return sqnr(self.expected, torch.cat(found))
 
 
 def _decisions(prepared: GraphModule, choice: Choice) -> dict[str, Decision]:
     """About every quantized layer: int8 if chosen."""
     quantized = (n.name for n in prepared.graph.nodes if (a := annotation_of(n)) is not None and a.quantized_inputs)
     return {name: Decision(name in choice, "searched", choice.get(name)) for name in quantized}
-
-
-def _outputs(model: GraphModule, batch: Any) -> Tensor:
-    """All floating point outputs as one flat tensor."""
-    with torch.no_grad():
-        leaves = pytree.tree_leaves(call_with_batch(model, batch))
-    return torch.cat([t.double().flatten() for t in leaves if isinstance(t, Tensor) and t.is_floating_point()])

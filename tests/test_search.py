@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fx_passes import convert_fx, prepare_calibration_fx
+from fx_passes import convert_fx, prepare_calibration_fx, wrap
 from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.fuse import fuse_fx
@@ -17,6 +17,7 @@ from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.convert import float_reference
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
+from fx_passes.quantize.measured import measured_nodes, measured_values
 from lowering import lower_to_trt
 from lowering.compare import sqnr
 from lowering.roofline import gpu_named
@@ -266,3 +267,32 @@ def test_products_of_an_attention_are_quantized_unless_kept_float() -> None:
         placed = {n.name: n.meta["quantization"].quantized for n in prepared.graph.nodes if "matmul" in str(n.target)}
         assert len(placed) == 2
         assert set(placed.values()) == {int8}
+
+
+class Counting(Net):
+    """Ends in Python, which returns no tensor."""
+
+    def forward(self, x: torch.Tensor) -> list[int]:
+        return self.largest(super().forward(x))
+
+    @wrap
+    def largest(self, scores: torch.Tensor) -> list[int]:
+        return [int(i) for i in scores.numpy().argmax(1)]
+
+
+def test_accuracy_is_measured_before_python() -> None:
+    prepared = prepare_calibration_fx(Counting().eval(), IMAGES)
+    calibrate(prepared, [IMAGES])
+    (name,) = measured_nodes(prepared.graph)
+    assert name == "head"
+    assert measured_values(float_reference(prepared), IMAGES, [name]).shape == (20,)
+    assert all(error.noise > 0.0 for error in layer_errors(prepared, IMAGES).values())
+
+
+def test_a_dynamic_batch_is_searched_at_its_usual_size() -> None:
+    wish = PlacementSearch(gpu="RTX 4060", builds=3, samples=2)
+    lowered = lower_to_trt(Net().eval(), IMAGES, calibration=[IMAGES], placement=wish, dynamic_batch=(1, 2, 4))
+    report = lowered.report()
+    assert report["placement"]["int8_layers"] == 2
+    assert report["segments"][0]["engines"][0]["kernels"] == report["placement"]["floors"]["placed"]["kernels"]
+    assert lowered.simulate(torch.cat([IMAGES, IMAGES[:1]])).shape == (3, 10)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fx_passes.quantize.annotation import Annotation, Granularity, annotation_of, quantized_values
@@ -17,6 +17,7 @@ from fx_passes.quantize.calibrate import call_with_batch
 from fx_passes.quantize.convert import without_observers
 from fx_passes.quantize.fake_quant import fake_quantize
 from fx_passes.quantize.layer import Layer, layer_of
+from fx_passes.quantize.measured import GraphRun, float_leaves, measured_nodes
 from fx_passes.quantize.scheme import target_scheme
 from fx_passes.quantize.weights import dequantize_weight, quantize_weight, weight_scale
 
@@ -35,7 +36,8 @@ class LayerError:
         weight: granularity of its weight's scales; one per tensor where that costs the layer's output little. None for
             an operator without a weight.
         sqnr_db: signal to noise of its own output, in dB.
-        noise: estimated energy of the error at the model's outputs, relative to the outputs' own.
+        noise: estimated energy of the error where it is measured (`measured_nodes`: the outputs, as a rule), relative
+            to the values' own.
     """
 
     weight: Granularity | None
@@ -63,15 +65,12 @@ def layer_errors(prepared: GraphModule, batch: Any, seed: int = 0) -> dict[str, 
     gm.recompile()
     meter = _Meter(gm, found.qparams)
     with torch.enable_grad():
-        outputs = _differentiable(call_with_batch(meter, batch))  # type: ignore[arg-type]
+        call_with_batch(meter, batch)  # type: ignore[arg-type]
+        outputs = [leaf for leaf in float_leaves(meter.values.values()) if leaf.requires_grad]
         noise = _noise_at_outputs(outputs, meter, seed)
     return {
         name: LayerError(form, sqnr, noise.get(name, 0.0)) for name, (form, sqnr) in meter.found.items()
     }  # fmt: skip
-
-
-def _differentiable(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _noise_at_outputs(outputs: list[Tensor], meter: _Meter, seed: int) -> dict[str, float]:
@@ -92,7 +91,7 @@ def _noise_at_outputs(outputs: list[Tensor], meter: _Meter, seed: int) -> dict[s
     return noise
 
 
-class _Meter(Interpreter):
+class _Meter(GraphRun):
     """Runs the float graph, and every quantized layer again on rounded operands.
 
     Attributes:
@@ -102,7 +101,7 @@ class _Meter(Interpreter):
     """
 
     def __init__(self, gm: GraphModule, qparams: dict[str, tuple[float, int]]):
-        super().__init__(gm)
+        super().__init__(gm, measured_nodes(gm.graph))
         self.scheme = target_scheme(gm.meta["target"])
         self.found: dict[str, tuple[Granularity | None, float]] = {}
         self.results: dict[str, Tensor] = {}
@@ -115,11 +114,8 @@ class _Meter(Interpreter):
                 layer = layer_of(gm, node) if annotation.weight is not None else None
                 self._layers[node] = layer if isinstance(layer, Layer) else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        placeholders = self.graph.find_nodes(op="placeholder")
-        given = dict(zip((str(p.target) for p in placeholders), args, strict=False)) | kwargs
-        values = [given[str(p.target)] if str(p.target) in given else p.args[0] for p in placeholders]
-        return self.run(*pytree.tree_map_only(Tensor, _with_gradient, values), enable_io_processing=False)
+    def prepared(self, values: list[Any]) -> list[Any]:
+        return pytree.tree_map_only(Tensor, _with_gradient, values)
 
     def run_node(self, n: Node) -> Any:
         if n.meta.get("python"):  # what the user wrote need not work on tensors with a gradient
