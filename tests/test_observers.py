@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import socket
 from typing import Any
 
@@ -16,7 +18,13 @@ from fx_passes import convert_fx, prepare_calibration_fx
 from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.decomposed import decomposed, is_quantize
-from fx_passes.quantize.histogram import EntropyObserver, HistogramObserver, MSEObserver, PercentileObserver
+from fx_passes.quantize.histogram import (
+    EntropyObserver,
+    HistogramObserver,
+    MSEObserver,
+    PercentileObserver,
+    _divergence,
+)
 from fx_passes.quantize.observer_names import OBSERVERS
 from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver, RunningRangeObserver
 from fx_passes.quantize.scheme import SCHEMES, affine_qparams, symmetric_scales
@@ -171,6 +179,55 @@ def test_entropy_cuts_outliers_and_keeps_the_bulk(scheme):
     x = DISTRIBUTIONS["outlier"](torch.Generator().manual_seed(0))
     low, high = observed(EntropyObserver(scheme), x).range()
     assert 2.5 < float(high) < 30.0 and -25.0 < float(low) < -2.0
+
+
+def divergence(counts: Tensor, bins: int, levels: float) -> float:
+    """KL of the first `bins` bins, the rest counted into the last, from `levels` levels, bin by bin."""
+    shown = counts[:bins].tolist()
+    reference = [*shown[:-1], shown[-1] + float(counts[bins:].sum())]
+    edges = [min(round(level * bins / levels), bins) for level in range(math.ceil(levels) + 1)]
+    spread = [0.0] * bins
+    for start, end in itertools.pairwise(edges):
+        used = [b for b in range(start, end) if reference[b] > 0]
+        for b in used:
+            spread[b] = max(sum(shown[start:end]) / len(used), 1e-4)
+    p, q = (torch.tensor(v, dtype=torch.float64) for v in (reference, spread))
+    q = q / sum(shown)
+    p = p / p.sum()
+    return float((p[p > 0] * (p[p > 0] / q[p > 0]).log()).sum())
+
+
+@pytest.mark.parametrize("levels", [128, 255, 150.5])
+def test_divergence_by_running_sums_is_the_one_by_bins(levels):
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.histc(torch.randn(5_000, generator=generator).abs(), 512, 0, 4).double()
+    counts[300:320] = 0.0
+    ends = torch.tensor([260, 310, 311, 512])
+    found = _divergence(counts, ends, torch.full((4,), float(levels), dtype=torch.float64), 255)
+    expected = [divergence(counts, int(end), levels) for end in ends]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_equal_bins_hold_what_the_bins_of_the_format_hold():
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).relu()
+    observer = observed(EntropyObserver(INT8), x)
+    largest = float(x.max())
+    found = observer._linear(largest)
+    expected = torch.histc(x[x > 0], 2048, 0, largest).double()
+    assert float(found.sum()) == float(observer.counts.sum())
+    # A bin of the format is up to 8 of the equal ones wide: compared in groups of 64.
+    torch.testing.assert_close(found.reshape(-1, 64).sum(1), expected.reshape(-1, 64).sum(1), rtol=0.05, atol=120)
+
+
+def test_samples_are_counted_in_part_but_their_extrema_are_exact():
+    x = torch.randn(3, 8, 200, 200, generator=torch.Generator().manual_seed(0))
+    x[1, 3, 17, 5] = 50.0
+    whole, parts = observed(HistogramObserver(INT8), x), observed(HistogramObserver(INT8), *x.split(1))
+    assert torch.equal(whole.counts, parts.counts) and float(whole.range()[1]) == 50.0
+    total = int(whole.counts.sum() + whole.zeros)
+    assert 3 * (1 << 15) <= total <= 3 * (1 << 17)
+    share = float(whole.counts[0].sum()) / total
+    assert share == pytest.approx(0.5, abs=0.01)
 
 
 def test_entropy_keeps_an_even_distribution_whole():
