@@ -100,7 +100,7 @@ def _send_row(sender: Any, spec: str, size: int | None, memory: float) -> None:
     for descriptor in (1, 2):  # native libraries print there too
         os.dup2(nowhere, descriptor)
     try:
-        row = row_of(spec, size, build=not is_one_more(spec))
+        row = row_of(spec, size, short=is_one_more(spec))
     except Exception as error:
         row = _died(spec, size, f"{type(error).__name__}: {error}"[:300])
     sender.send(row)

@@ -41,7 +41,7 @@ from lowering.trt.network import build_network
 from lowering.trt.reference import ReferenceNetwork, read_network
 from lowering.trt.reference.parser import network_from_onnx
 
-__all__ = ["COLUMNS", "row_of"]
+__all__ = ["COLUMNS", "SHORT", "row_of"]
 
 TOLERANCE = 1e-4  # of fp32 against eager, relative to the largest value
 STRUCTURE = 1e-5  # of the converted graph without its Q/DQ pairs; fp32 rounding of a deep network where eager has more
@@ -60,9 +60,10 @@ COLUMNS = {
     "TensorRT int8": "our converters' int8 network, executed, is at 30 dB or more from the int8 graph, "
     "or no layer fed alone is more than one step off",
     "parser int8": "so is the network that NVIDIA's parser makes of the Q/DQ file, from ours or from the int8 graph",
-    "engine": "the builder takes the int8 network with its float part in fp16; - where it took a smaller model of the "
-    "same family",
+    "engine": "the builder takes the int8 network with its float part in fp16",
 }
+#: What a larger model of a family is run for, of which a smaller one had every column; "-" stands in the others.
+SHORT = ("captured", "fused", "TensorRT", "converted")
 
 
 def main() -> None:
@@ -74,8 +75,8 @@ def main() -> None:
     print(json.dumps(row_of(arguments.model, arguments.size)))
 
 
-def row_of(spec: str, size: int | None, build: bool = True) -> dict[str, Any]:
-    """The row: model, size, seconds, and a cell for each of `COLUMNS`; "-" for the engine if none is to be built."""
+def row_of(spec: str, size: int | None, short: bool = False) -> dict[str, Any]:
+    """The row: model, size, seconds, and a cell for each of `COLUMNS`, or of those in `SHORT`."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -85,9 +86,9 @@ def row_of(spec: str, size: int | None, build: bool = True) -> dict[str, Any]:
         shape = InputSpec(size=(channels, *(sides if size is None else (size, size))))
         _make_every_branch_count(model)
         settle_batch_norm(model, [shape.example(4, seed=seed) for seed in (1, 2)])
-        subject = _Subject(model, shape.example(), build)
+        subject = _Subject(model, shape.example())
         row = {"model": spec, "size": shape.size[-1], "parameters": sum(p.numel() for p in model.parameters())}
-        row |= {name: _cell(step) for name, step in subject.steps()}
+        row |= {name: "-" if short and name not in SHORT else _cell(step) for name, step in subject.steps()}
     return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -103,8 +104,8 @@ def _make_every_branch_count(model: nn.Module) -> None:
 class _Subject:
     """One model with what the steps share; each shared thing is made when a step first needs it."""
 
-    def __init__(self, model: nn.Module, example: Tensor, build: bool):
-        self.model, self.example, self.build = model, example, build
+    def __init__(self, model: nn.Module, example: Tensor):
+        self.model, self.example = model, example
         self.settings = resolve_settings(None).with_float_type("fp32")
         self.expected = model(example)
         self._folder = tempfile.TemporaryDirectory()
@@ -217,8 +218,6 @@ class _Subject:
         return "yes" if distance >= QUANTIZED else f"{distance:.0f} dB"
 
     def engine(self) -> str:
-        if not self.build:
-            return "-"
         network = build_network(cast_float_part(self.program_int8, torch.float16), name="coverage")
         return "yes" if build_engine(network, report=False).data else "no engine"
 

@@ -45,6 +45,8 @@ def document(rows: Mapping[str, Row], listed: Sequence[tuple[str, int | None]], 
         "",
         *(f"- **{name}**: {meaning}." for name, meaning in COLUMNS.items()),
         "",
+        "A dash: not run, since a smaller model of the same family was.",
+        "",
         *_summary(found, len(listed)),
         "",
         *_misses(found),
@@ -62,7 +64,10 @@ def _summary(rows: Sequence[Row], listed: int) -> list[str]:
     head = ["| | models | " + " | ".join(COLUMNS) + " | all |", "| --- " * (len(COLUMNS) + 3) + "|"]
     for origin in ("torchvision", "timm"):
         mine = [row for row in rows if row["model"].startswith(f"{origin}:")]
-        counts = [sum(row.get(name) == "yes" for row in mine) for name in COLUMNS]
+        ran = [[row for row in mine if row.get(name) != "-"] for name in COLUMNS]
+        counts = [
+            f"{sum(row.get(n) == 'yes' for row in rows)} of {len(rows)}" for n, rows in zip(COLUMNS, ran, strict=True)
+        ]
         cells = " | ".join(map(str, (len(mine), *counts, sum(map(is_complete, mine)))))
         head.append(f"| {origin} | {cells} |")
     missing = [] if len(rows) == listed else ["", f"{listed - len(rows)} models of the list have not been run."]

@@ -20,7 +20,7 @@ _TORCHVISION_SIZES: dict[str, int | None] = {
     "maxvit_t": None,
 }
 
-#: torchvision models that are an example of a family once more; their engines are not built.
+#: The smallest torchvision model of each family; the others are run for fewer columns (`coverage_case.SHORT`).
 _FIRST = (
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
     *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
