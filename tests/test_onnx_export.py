@@ -63,6 +63,9 @@ CASES = {
     "gelu": F.gelu,
     "layer norm": lambda x: F.layer_norm(x, [6, 6]),
     "group norm": lambda x: F.group_norm(x, 2),
+    "group norm of one group": lambda x: F.group_norm(x, 1, torch.arange(4.0), torch.arange(4.0) - 1),
+    "group norm of as many groups as channels": lambda x: F.group_norm(x, 4),
+    "instance norm": lambda x: F.instance_norm(x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
     "adaptive pool, unequal windows": lambda x: F.adaptive_avg_pool2d(x, 4),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
@@ -348,6 +351,19 @@ def test_nvidias_parser_takes_the_file(dtype):
     if dtype != torch.float32:
         program = cast_float_part(program, dtype)
     check_parser(export_onnx(program).SerializeToString())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nvidias_parser_reads_what_was_written(case):
+    """The network that it makes of the file, executed, gives eager's values, at the example's batch and at others."""
+    pytest.importorskip("tensorrt_rtx")
+    from lowering.trt.reference.parser import network_from_onnx
+
+    for batch, sizes in ((None, (2,)), ((1, 2, 5), (1, 5))):
+        network = network_from_onnx(export_onnx(lower(Apply(CASES[case]), image, batch=batch)))
+        for n in sizes:
+            x = torch.randn(n, 4, 6, 6, generator=torch.Generator().manual_seed(n))
+            torch.testing.assert_close(network.run(x)[0], CASES[case](x), rtol=1e-4, atol=1e-4)
 
 
 def test_nvidias_parser_says_what_it_refuses():

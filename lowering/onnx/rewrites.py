@@ -6,12 +6,14 @@ only one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import onnx_ir
+    from numpy.typing import DTypeLike
 
 __all__ = ["canonicalize"]
 
@@ -23,6 +25,7 @@ def canonicalize(model: onnx_ir.Model) -> None:
     if model.opset_imports[""] >= 23:
         _dequantize_to_cast_type(graph)
     _global_average_pools(graph)
+    _single_groups(graph)
     _zero_points_of_weights(graph)
     _name_quantization_parameters(graph)
 
@@ -123,6 +126,61 @@ def _reduces_space(node: onnx_ir.Node) -> bool:
     return reduced == list(range(2, len(x.shape)))
 
 
+def _single_groups(graph: onnx_ir.Graph) -> None:
+    """GroupNormalization of one group is InstanceNormalization over all channels and positions as one channel.
+
+    NVIDIA's parser (TensorRT-RTX 1.7) makes the same layer of GroupNormalization with one group and of
+    InstanceNormalization, so every channel would get statistics of its own.
+    """
+    for node in list(graph):
+        if node.op_type == "GroupNormalization" and node.attributes.get_int("num_groups") == 1:
+            _replace(graph, node, _as_one_channel(graph, node))
+
+
+def _as_one_channel(graph: onnx_ir.Graph, node: onnx_ir.Node) -> onnx_ir.Value:
+    x, scale, shift = node.inputs
+    y = node.outputs[0]
+    assert x is not None and x.shape is not None and x.dtype is not None
+    name, sizes, dtype = y.name, list(x.shape), x.dtype.numpy()
+
+    def add(op: str, *inputs: onnx_ir.Value | None, **attributes: float) -> onnx_ir.Value:
+        import onnx_ir as ir
+
+        made = ir.node(op, inputs, attributes, metadata_props=dict(node.metadata_props))
+        made.outputs[0].type = ir.TensorType(ir.DataType.INT64) if op == "Shape" else y.type
+        graph.insert_before(node, made)
+        return made.outputs[0]
+
+    def constant(values: Sequence[int], suffix: str, dtype: DTypeLike = np.int64) -> onnx_ir.Value:
+        return _initializer(graph, np.array(values, dtype), f"{name}_{suffix}")
+
+    one, zero = constant([1], "one", dtype), constant([0], "zero", dtype)
+    rows = add("Reshape", x, constant([0, 1, -1], "rows"))
+    rows = add("InstanceNormalization", rows, one, zero, epsilon=node.attributes.get_float("epsilon", 1e-5))
+    known = [d for d in sizes if isinstance(d, int)]
+    normal = add("Reshape", rows, constant(known, "shape") if len(known) == len(sizes) else add("Shape", x))
+    per_channel = constant([-1, *[1] * (len(sizes) - 2)], "channels")
+    result = add("Mul", normal, add("Reshape", scale, per_channel))
+    result = add("Add", result, add("Reshape", shift, per_channel))
+    result.shape = y.shape
+    producer = result.producer()
+    assert producer is not None
+    producer.name = node.name
+    return result
+
+
+def _initializer(graph: onnx_ir.Graph, value: np.ndarray, name: str) -> onnx_ir.Value:
+    """A constant of the graph under that name, or the nearest free one."""
+    import onnx_ir as ir
+
+    while name in graph.initializers:
+        name += "_"
+    tensor = ir.tensor(value, name=name)
+    made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(value.shape), const_value=tensor)
+    graph.register_initializer(made)
+    return made
+
+
 def _zero_points_of_weights(graph: onnx_ir.Graph) -> None:
     """Every quantized Gemm or MatMul weight has a zero point, and no two weights share one.
 
@@ -148,16 +206,7 @@ def _zero_points_of_weights(graph: onnx_ir.Graph) -> None:
         values = np.zeros(scale.const_value.shape.numpy(), np.int8)
         if zero_point is not None and zero_point.const_value is not None:
             values = zero_point.const_value.numpy()
-        name = f"{quantized.name}_zero_point"
-        while name in graph.initializers:
-            name += "_"
-        own = ir.Value(
-            name=name,
-            type=ir.TensorType(stored.dtype),
-            shape=ir.Shape(values.shape),
-            const_value=ir.tensor(values, name=name),
-        )
-        graph.register_initializer(own)
+        own = _initializer(graph, values, f"{quantized.name}_zero_point")
         if zero_point is None:
             node.resize_inputs(3)
         node.replace_input_with(2, own)
