@@ -82,7 +82,7 @@ TIMM: dict[str, tuple[str, int | None]] = {
     "ghostnetv3": ("ghostnetv3_050", 64),
     "gmixer": ("gmixer_12_224", None),
     "gmlp": ("gmlp_ti16_224", None),
-    "halonet": ("halonet26t", 128),
+    "halonet": ("halonet26t", None),
     "hardcorenas": ("hardcorenas_a", 64),
     "hgnet": ("hgnetv2_b0", 64),
     "hiera": ("hiera_tiny_224", None),
