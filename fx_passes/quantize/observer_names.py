@@ -11,7 +11,13 @@ from torch.fx import Node
 from fx_passes.node_meta import describe
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.histogram import EntropyObserver, HistogramObserver, MSEObserver, PercentileObserver
-from fx_passes.quantize.observers import MinMaxObserver, MovingAverageObserver, Observer, RunningRangeObserver
+from fx_passes.quantize.observers import (
+    FixedRangeObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    Observer,
+    RunningRangeObserver,
+)
 from fx_passes.quantize.scheme import QuantScheme
 
 __all__ = ["OBSERVERS", "observer_for"]
@@ -37,9 +43,11 @@ def observer_for(node: Node, readers: Iterable[Node], scheme: QuantScheme, defau
             with the percentile.
         readers: what reads the quantized value.
         scheme: the integer format.
-        default: the kind where none is asked for.
+        default: the kind where none is asked for. A softmax then has the range [0, 1].
     """
     wishes = [annotation.observer for n in (node, *readers) if (annotation := annotation_of(n)) is not None]
+    if not any(wishes) and (annotation := annotation_of(node)) is not None and annotation.op == "softmax":
+        return FixedRangeObserver(scheme, name=node.name, where=describe(node))
     name, _, number = next((wish for wish in wishes if wish), default).partition(":")
     options: dict[str, Any] = {"percentile": float(number)} if number else {}
     return OBSERVERS[name](scheme, name=node.name, where=describe(node), **options)

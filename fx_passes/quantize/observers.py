@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fx_passes.errors import CalibrationError, StageError
 from fx_passes.quantize.scheme import QuantScheme, affine_qparams, symmetric_scales
 
-__all__ = ["MinMaxObserver", "MovingAverageObserver", "Observer", "RunningRangeObserver"]
+__all__ = ["FixedRangeObserver", "MinMaxObserver", "MovingAverageObserver", "Observer", "RunningRangeObserver"]
 
 
 class Observer(nn.Module):
@@ -189,6 +189,29 @@ class MinMaxObserver(Observer):
         low, high = self._extrema(x)
         self.low = torch.minimum(self.low.to(low.device), low)
         self.high = torch.maximum(self.high.to(high.device), high)
+
+
+class FixedRangeObserver(Observer):
+    """The range that a value has by what computes it: [0, 1] for a softmax. What is observed does not change it.
+
+    Args:
+        bounds: lowest and highest value.
+    """
+
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        axis: int | None = None,
+        name: str = "",
+        where: str = "",
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ):
+        super().__init__(scheme, axis, name, where)
+        self.bounds = bounds
+
+    def observe(self, x: Tensor) -> None:
+        low, _ = self._extrema(x)
+        self.low, self.high = (torch.full_like(low, bound) for bound in self.bounds)
 
 
 class MovingAverageObserver(Observer):

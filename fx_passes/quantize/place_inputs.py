@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fx_passes.ops import Role
 from fx_passes.quantize.annotation import NO_TENSOR, Annotation
-from fx_passes.quantize.placement import PlacementRules, Site, granularity_of
+from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product
 from fx_passes.quantize.scheme import SCHEMES
 
 __all__ = ["place_inputs"]
@@ -36,8 +36,7 @@ def _place(
         return site.annotation(site.float_reason)
     if site.name == "add":
         return _place_add(node, site, sites, rules, depth)
-    if site.role is Role.MATMUL and site.config.dtype == "int8":
-        reason = f"{site.name}: product of two activations, in int8 as configured ({site.config.origin})"
+    if (reason := int8_product(site)) is not None:
         return site.annotation(reason, quantized_inputs=tuple(range(len(node.all_input_nodes))))
     return site.annotation(_why_float(site))
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fx_passes.ops import Role, bind, module_of
 from fx_passes.quantize.annotation import NO_TENSOR, Annotation
-from fx_passes.quantize.placement import PlacementRules, Site, granularity_of
+from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product
 from fx_passes.quantize.scheme import SCHEMES
 
 __all__ = ["KERNELS", "PASS_THROUGH", "place_outputs"]
@@ -73,7 +73,8 @@ class _Placer:
     def find_sources(self) -> None:
         for node in self.sites:
             from_int8 = any(i in self.source for i in node.all_input_nodes)
-            if self.is_layer(node) or (from_int8 and (self.has_kernel(node) or self.passes(node) or self.bounds(node))):
+            follows = from_int8 and (self.has_kernel(node) or self.passes(node) or self.bounds(node))
+            if self.is_layer(node) or int8_product(self.sites[node]) or follows:
                 self.source.add(node)
 
     def find_demand(self) -> None:
@@ -83,12 +84,17 @@ class _Placer:
             if self.is_layer(node):
                 self.int8.add(node)
                 self.demanded.add(self.activation(node))
-            elif wanted and any(i in self.source for i in inputs) and (self.passes(node) or self.has_kernel(node)):
+            elif int8_product(self.sites[node]) or (wanted and self.lies_between(node)):
                 self.int8.add(node)
                 self.demanded.update(inputs)
             elif wanted and self.absorbed(node):
                 # The value before it is not quantized, but its producer's result is wanted in integers.
                 self.demanded.update(inputs)
+
+    def lies_between(self, node: Node) -> bool:
+        """Whether `node` can run on the integers that one of its inputs is."""
+        from_int8 = any(i in self.source for i in node.all_input_nodes)
+        return from_int8 and (self.passes(node) or self.has_kernel(node))
 
     def is_layer(self, node: Node) -> bool:
         site = self.sites[node]
@@ -173,6 +179,8 @@ class _Placer:
             inputs = () if self.pads_layer(site.layer.input) else (index,)
             return site.annotation(reason, quantized_inputs=inputs, weight=weight, output=own_result)
         indices = tuple(range(len(node.all_input_nodes)))
+        if (product := int8_product(site)) is not None:
+            return site.annotation(product, quantized_inputs=indices, output=own_result)
         if self.passes(node):
             reason = f"{site.name}: moves or picks values, so it runs on the integers of its input"
             share = node.all_input_nodes[0].name
@@ -180,10 +188,11 @@ class _Placer:
         return site.annotation(f"between int8 ops: {KERNELS[site.name]}", quantized_inputs=indices, output=own_result)
 
     def _writes_int8(self, node: Node) -> bool:
-        """Whether `node` is an integer kernel that also writes integers (a linear layer may write float)."""
+        """Whether `node` is an integer kernel that also writes integers (a matrix product may write float)."""
         if node not in self.int8:
             return False
-        return self.sites[node].name != "linear" or node in self.demanded
+        is_convolution = self.sites[node].layer is not None and self.sites[node].name != "linear"
+        return is_convolution or node in self.demanded
 
     def _why_float(self, node: Node, site: Site) -> str:
         if site.name in ("input", "constant"):

@@ -20,7 +20,7 @@ from fx_passes.quantize.qconfig import LayerConfig, QConfig
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
 from fx_passes.quantize.weights import channel_sqnr
 
-__all__ = ["RULES", "PlacementRules", "Site", "annotate", "sites_of"]
+__all__ = ["RULES", "PlacementRules", "Site", "annotate", "int8_product", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,15 @@ def sites_of(gm: GraphModule, target: str, scheme: TargetScheme, qconfig: QConfi
         elif (why := _aliased_input(node)) is not None:
             site.float_reason = why
     return sites
+
+
+def int8_product(site: Site) -> str | None:
+    """Why the product of two activations at `site` runs in int8; None where it does not."""
+    if site.config.dtype != "int8" or site.float_reason is not None or site.name not in ("matmul", "mm", "bmm"):
+        return None
+    if len(site.node.args) != 2 or site.node.kwargs or not all(isinstance(a, Node) for a in site.node.args):
+        return None
+    return f"{site.name}: product of two activations, in int8 as configured ({site.config.origin})"
 
 
 def _kind(node: Node) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import InputError, StageError
+from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import quantized_values
 from fx_passes.quantize.channels import channel_axes
 from fx_passes.quantize.equalize import equalize_fx
@@ -68,8 +70,8 @@ def prepare_calibration_fx(
         ['_1', 'input_1']
     """
     scheme = target_scheme(target)
-    config = QConfig.of(qconfig)
-    gm = annotate(_equalized(fused_float(model, example_inputs), target, config), target, config)
+    fused, config = _attention_written_out(fused_float(model, example_inputs), QConfig.of(qconfig))
+    gm = annotate(_equalized(fused, target, config), target, config)
     axes, smoothed = channel_axes(gm), smoothed_values(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
@@ -84,6 +86,18 @@ def prepare_calibration_fx(
     gm.meta["stage"] = "prepared"
     record_example(gm, example_inputs)
     return gm
+
+
+def _attention_written_out(fused: GraphModule, config: QConfig) -> tuple[GraphModule, QConfig]:
+    """Attention as two products where they are to be int8, and the configuration with the products in its place."""
+    asked = {node for node, options in config.resolve(fused).items() if options.dtype == "int8"}
+    if not any((op := op_of(node, fused)) and op.name == "scaled_dot_product_attention" for node in asked):
+        return fused, config
+    graph, products = write_out_attention(fused, lambda node: node.name in {n.name for n in asked})
+    names = {node.name for node in graph.graph.nodes}
+    gone = {node.name for node in asked} - names
+    rest = QConfig({key: config[key] for key in config if key not in gone})
+    return graph, rest.merged({name: {"dtype": "int8"} for pair in products for name in pair})
 
 
 def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
