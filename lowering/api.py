@@ -210,10 +210,10 @@ def _check_smallest(lowered: LoweredModule, backend: Any, sizes: Any) -> None:
 
 def _search(placement: str | PlacementSearch, precision: str, target: str, build: bool) -> PlacementSearch | None:
     """What to search for; None for the target's own placement."""
-    from lowering.search import PlacementSearch
-
     if placement == "default":
         return None
+    from lowering.search import PlacementSearch
+
     if placement != "auto" and not isinstance(placement, PlacementSearch):
         raise InputError(
             f"placement is {placement!r}", hint='use "default", "auto" or a lowering.search.PlacementSearch'
