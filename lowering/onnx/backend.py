@@ -17,9 +17,8 @@ from lowering.timing import measure_interleaved
 from lowering.twin import float_twin
 
 if TYPE_CHECKING:
-    import onnx
-
     from lowering.aten import AtenProgram
+    from lowering.onnx.files import OnnxFile
     from lowering.onnx.model import OnnxModel
     from lowering.segments import Segmented
 
@@ -50,12 +49,12 @@ class OnnxBackend:
 
             runtime_module()
         self.threads: int | None = settings.threads or torch.get_num_threads()
-        self._exported: dict[int, tuple[AtenProgram, onnx.ModelProto]] = {}
+        self._exported: dict[int, tuple[AtenProgram, OnnxFile]] = {}
 
     def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
         """The node that torch's exporter refuses, with its words; `lower` takes the model if it refuses none."""
         try:
-            self._exported[id(program)] = (program, self._export(program))
+            self._exported[id(program)] = (program, self._export(program, name))
         except ExportError as error:
             if error.node is None:
                 raise
@@ -69,7 +68,7 @@ class OnnxBackend:
         session = self._session(model, program, example)
         precision = "int8" if self.precision == "auto" else self.precision
         if self.precision == "auto" and not program.buffer_inputs:
-            other = self._session(self._export(float_twin(program)), program, example)
+            other = self._session(self._export(float_twin(program), name), program, example)
             times = measure_interleaved({"int8": lambda: session(*example), "float": lambda: other(*example)}, rounds=5)
             if times["float"].median < times["int8"].median:
                 session, precision = other, str(self.settings.float_type)
@@ -83,14 +82,14 @@ class OnnxBackend:
         install(parts.glue, name, session, program)
         return info
 
-    def _export(self, program: AtenProgram) -> onnx.ModelProto:
+    def _export(self, program: AtenProgram, name: str) -> OnnxFile:
         from lowering.aten import cast_float_part
-        from lowering.onnx.export import export_onnx
+        from lowering.onnx.files import exported_file
 
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
-        return export_onnx(cast_float_part(program, dtype) if dtype != torch.float32 else program)
+        return exported_file(cast_float_part(program, dtype) if dtype != torch.float32 else program, name)
 
-    def _session(self, model: onnx.ModelProto, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxModel:
+    def _session(self, model: OnnxFile, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxModel:
         from lowering.onnx.session import OnnxSession
         from lowering.onnx.tensorrt_file import check_parser
 
@@ -107,5 +106,5 @@ class OnnxBackend:
             probe=None if program.buffer_inputs else example,
         )
         if self.target == "tensorrt":
-            check_parser(session.bytes)
+            check_parser(session.file)
         return session

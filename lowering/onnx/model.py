@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, InputError
 from lowering.aten import TensorSpec
+from lowering.onnx.files import OnnxFile
 from lowering.spec_format import checked, spec_from_plain, spec_to_plain
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class OnnxModel(nn.Module):
     """An ONNX model: torch tensors on the CPU in and out.
 
     Args:
-        model: the model, as a proto or its bytes.
+        model: the model, as a proto, its bytes, or (above 2 GB) a file.
         inputs: what it takes, in order.
         outputs: names of its outputs, in order.
         threads: of one call; by default `torch.get_num_threads()` now.
@@ -42,7 +42,7 @@ class OnnxModel(nn.Module):
 
     def __init__(
         self,
-        model: onnx.ModelProto | bytes,
+        model: onnx.ModelProto | bytes | OnnxFile,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[str],
         *,
@@ -50,11 +50,16 @@ class OnnxModel(nn.Module):
         target: str = "onnxruntime",
     ):
         super().__init__()
-        self.bytes = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
+        self.file = OnnxFile.of(model)
         self.inputs, self.outputs = list(inputs), list(outputs)
         self.threads = threads or torch.get_num_threads()
         self.target = target
         self._dims: list[list[Any]] = [list(spec.opt) for spec in self.inputs]  # a free dimension has a name instead
+
+    @property
+    def bytes(self) -> bytes:
+        """The model, without its weights where they lie in a file of their own."""
+        return self.file.content
 
     @property
     def description(self) -> str:
@@ -97,6 +102,7 @@ class OnnxModel(nn.Module):
             "runtime": self.runtime,
             "inputs": [spec_to_plain(spec) for spec in self.inputs],
             "outputs": self.outputs,
+            "external_data": self.file.path is not None,
             **self.options(),
         }
 
@@ -104,7 +110,7 @@ class OnnxModel(nn.Module):
         """File name -> function that writes it. An ONNX file is its own network, so `include_network` adds nothing."""
         from lowering.onnx.tensorrt_file import trtexec_command
 
-        files: dict[str, Callable[[Path], Any]] = {f"{name}.onnx": partial(Path.write_bytes, data=self.bytes)}
+        files = self.file.writers(f"{name}.onnx")
         if self.target == "tensorrt":
             line = trtexec_command(f"{name}.onnx", self.inputs)
             files[f"{name}.trtexec.txt"] = lambda path: path.write_text(line + "\n", encoding="utf-8")
@@ -113,7 +119,7 @@ class OnnxModel(nn.Module):
     @staticmethod
     def artifact_needs(name: str, record: dict[str, Any]) -> list[str]:
         """Names of the files that `from_artifact` reads."""
-        return [f"{name}.onnx"]
+        return [f"{name}.onnx", *([f"{name}.onnx.data"] if record.get("external_data") else [])]
 
     @classmethod
     def from_artifact(cls: type[Self], folder: Path, name: str, record: dict[str, Any]) -> Self:
@@ -123,22 +129,24 @@ class OnnxModel(nn.Module):
             ArtifactError: the file is missing, or the record is damaged.
             BackendUnavailableError: the runtime is not installed.
         """
-        path = folder / f"{name}.onnx"
-        if not path.is_file():
-            raise ArtifactError(f"{path.name} is missing from {folder.name}", hint="save the lowered module again")
+        for needed in cls.artifact_needs(name, record):
+            if not (folder / needed).is_file():
+                raise ArtifactError(f"{needed} is missing from {folder.name}", hint="save the lowered module again")
+        external = checked(record.get("external_data"), bool, f"'external_data' of {name}")
         inputs = [spec_from_plain(plain) for plain in checked(record.get("inputs"), list, f"the inputs of {name}")]
         outputs = [
             checked(o, str, f"an output of {name}")
             for o in checked(record.get("outputs"), list, f"the outputs of {name}")
         ]
-        return cls(path.read_bytes(), inputs, outputs, **cls._read_options(name, record))
+        file = OnnxFile.read(folder / f"{name}.onnx", external)
+        return cls(file, inputs, outputs, **cls._read_options(name, record))
 
     @classmethod
     def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
         return {"target": checked(record.get("target"), str, f"the target of {name}")}
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
-        copy = type(self)(self.bytes, self.inputs, self.outputs, threads=self.threads, **self.options())
+        copy = type(self)(self.file, self.inputs, self.outputs, threads=self.threads, **self.options())
         memo[id(self)] = copy
         return copy
 

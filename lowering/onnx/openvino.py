@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
 from lowering.aten import TensorSpec
+from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, first_line
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class OpenVinoSession(OnnxModel):
 
     def __init__(
         self,
-        model: onnx.ModelProto | bytes,
+        model: onnx.ModelProto | bytes | OnnxFile,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[str],
         *,
@@ -81,7 +82,8 @@ class OpenVinoSession(OnnxModel):
             "ENABLE_CPU_PINNING": False,  # the threads of other sessions and of torch run on these cores too
         }
         try:
-            return core.compile_model(core.read_model(self.bytes, b""), _DEVICE, options)
+            model = core.read_model(self.bytes, b"") if self.file.path is None else core.read_model(self.file.path)
+            return core.compile_model(model, _DEVICE, options)
         except Exception as error:
             raise LoweringError(
                 f"OpenVINO refuses the model: {first_line(error)}",

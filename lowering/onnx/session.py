@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.aten import TensorSpec
+from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, first_line
 from lowering.spec_format import checked
 
@@ -64,7 +65,7 @@ class OnnxSession(OnnxModel):
 
     def __init__(
         self,
-        model: onnx.ModelProto | bytes,
+        model: onnx.ModelProto | bytes | OnnxFile,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[str],
         *,
@@ -75,7 +76,7 @@ class OnnxSession(OnnxModel):
     ):
         super().__init__(model, inputs, outputs, threads=threads, target=target)
         self.exact = bool(exact)
-        self._session = _open(self.bytes, self.threads, fuse_quantized=self.target == "onnxruntime", exact=self.exact)
+        self._session = _open(self.file, self.threads, fuse_quantized=self.target == "onnxruntime", exact=self.exact)
         self._output_plan = [(o.name, *_output_type(o.type), o.shape) for o in self._session.get_outputs()]
         self._dims = [list(i.shape) for i in self._session.get_inputs()]
         if [i.name for i in self._session.get_inputs()] != [s.name for s in self.inputs]:
@@ -89,7 +90,7 @@ class OnnxSession(OnnxModel):
         self._shapes: OrderedDict[tuple, list[tuple[int, ...]]] = OrderedDict()
         self._lock = threading.Lock()
         if exact is None and probe is not None and target == "onnxruntime" and self._saturates(probe):
-            self.exact, self._session = True, _open(self.bytes, self.threads, exact=True)
+            self.exact, self._session = True, _open(self.file, self.threads, exact=True)
 
     def _saturates(self, probe: Sequence[Tensor]) -> bool:
         """Whether 16-bit sums overflow on these inputs: the kernels then differ, and are equal bit for bit if not."""
@@ -97,7 +98,7 @@ class OnnxSession(OnnxModel):
             return False
         fast = self(*probe)
         try:
-            exact_session = _open(self.bytes, self.threads, exact=True)
+            exact_session = _open(self.file, self.threads, exact=True)
         except LoweringError as error:
             # ONNX Runtime 1.32 converts a weight that two layers share twice, and then refuses the model.
             _log.info("ONNX Runtime cannot run this model with exact integer products: %s", error.what)
@@ -194,7 +195,7 @@ class OnnxSession(OnnxModel):
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "optimized.onnx"
-            _open(self.bytes, 1, fuse_quantized=self.target == "onnxruntime", exact=self.exact, optimized_to=path)
+            _open(self.file, 1, fuse_quantized=self.target == "onnxruntime", exact=self.exact, optimized_to=path)
             model = onnx.load(path, load_external_data=False)
         return Counter(node.op_type for node in model.graph.node)
 
@@ -257,7 +258,7 @@ def _has_vnni() -> bool:
 
 
 def _open(
-    data: bytes, threads: int, *, exact: bool, fuse_quantized: bool = True, optimized_to: Path | None = None
+    file: OnnxFile, threads: int, *, exact: bool, fuse_quantized: bool = True, optimized_to: Path | None = None
 ) -> onnxruntime.InferenceSession:
     ort = _runtime()
     options = ort.SessionOptions()
@@ -272,8 +273,12 @@ def _open(
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
         options.add_session_config_entry("session.disable_prepacking", "1")
+        if file.path is not None:
+            options.add_session_config_entry(
+                "session.optimized_model_external_initializers_file_name", "optimized.data"
+            )
     try:
-        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(file.source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise LoweringError(
             f"ONNX Runtime refuses the model: {first_line(error)}",

@@ -11,6 +11,7 @@ from fx_passes.errors import ExportError
 
 if TYPE_CHECKING:
     from lowering.aten import TensorSpec
+    from lowering.onnx.files import OnnxFile
 
 __all__ = ["check_parser", "trtexec_command"]
 
@@ -41,20 +42,22 @@ def trtexec_command(file: str, inputs: Sequence[TensorSpec], *, engine: str | No
     return shlex.join(words)
 
 
-def check_parser(data: bytes) -> None:
+def check_parser(model: bytes | OnnxFile) -> None:
     """Let NVIDIA's ONNX parser read a model, as trtexec will.
 
     Raises:
         ExportError: the parser refuses; its first error is in the message.
         BackendUnavailableError: no TensorRT package is installed.
     """
+    from lowering.onnx.files import OnnxFile
     from lowering.trt.bindings import collect_log, logger, trt
 
+    file = OnnxFile.of(model)
     with collect_log():
         builder = trt.Builder(logger())
         network = builder.create_network(0)
         parser = trt.OnnxParser(network, logger())
-        accepted = parser.parse(data)
+        accepted = parser.parse(file.content) if file.path is None else parser.parse_from_file(str(file.path))
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
     if not accepted:
         first = errors[0] if errors else None
