@@ -7,12 +7,12 @@ a call of that layer again, so that folding and quantizing give what they give f
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ def exported_graph(model: nn.Module, example_inputs: Any, varying: tuple[Any, An
             dimension is a constant to the model's code, or the graph would hold sizes that depend on data.
     """
     plan = ArgumentPlan(model, None, example_inputs)
+    _refuse_wrapped_calls(model, plan)
     free = None if varying is None else _differing(*(_tensors(ArgumentPlan(model, None, inputs)) for inputs in varying))
     try:
         return _Importer(model, plan, _export(model, plan, free), free).graph
@@ -83,7 +84,7 @@ class _WrappedCallError(BaseException):
 
 
 class _Guard:
-    """Stands in for a tracer while `torch.export` runs: a wrapped call that gets tensors ends it."""
+    """Stands in for a tracer in one run of the model: a wrapped call that gets tensors ends it."""
 
     def sees(self, arguments: Any) -> bool:
         return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments))
@@ -107,25 +108,35 @@ def _tensors(plan: ArgumentPlan) -> list[Tensor]:
     return [leaf for leaf in plan.leaves(plan.examples) if isinstance(leaf, Tensor)]
 
 
-def _export(model: nn.Module, plan: ArgumentPlan, varying: Sequence[frozenset[int]] | None) -> ExportedProgram:
+def _refuse_wrapped_calls(model: nn.Module, plan: ArgumentPlan) -> None:
+    """Run the model once, up to the first wrapped call that gets a tensor.
+
+    Not while `torch.export` runs: what stands in for a wrapped builtin must not be seen by torch itself.
+
+    Raises:
+        CaptureError: there is such a call, or the model fails.
+    """
     call = plan.call()
-    name = type(model).__name__
-    with ExitStack() as stack:
-        stack.enter_context(restored_state(model))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(wrapped_calls(model))
-        stack.enter_context(activate(_Guard()))  # type: ignore[arg-type]
-        stack.enter_context(quiet_torch(stack_traces=True))
-        stack.enter_context(torch.no_grad())
+    with restored_state(model), torch.random.fork_rng(devices=[]), torch.no_grad(), wrapped_calls(model):
         try:
-            return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying), strict=False)
+            with activate(_Guard()):  # type: ignore[arg-type]
+                model(*call.args, **call.kwargs)
         except _WrappedCallError as found:
             raise CaptureError(
-                f"torch.export would lose the Python of '{found}', which is wrapped and runs in {name}",
+                f"torch.export would lose the Python of '{found}', which is wrapped and runs in {type(model).__name__}",
                 hint="move the code that cannot be traced into the wrapped function too",
             ) from None
         except Exception as error:
-            raise CaptureError(f"torch.export refuses {name}: {_summary(error)}") from error
+            raise CaptureError(f"the model fails on the example inputs: {failure_reason(error)}") from error
+
+
+def _export(model: nn.Module, plan: ArgumentPlan, varying: Sequence[frozenset[int]] | None) -> ExportedProgram:
+    call = plan.call()
+    with restored_state(model), torch.random.fork_rng(devices=[]), quiet_torch(stack_traces=True), torch.no_grad():
+        try:
+            return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying), strict=False)
+        except Exception as error:
+            raise CaptureError(f"torch.export refuses {type(model).__name__}: {_summary(error)}") from error
 
 
 def _dims(plan: ArgumentPlan, varying: Sequence[frozenset[int]] | None) -> dict[str, Any]:
@@ -244,6 +255,12 @@ class _Importer:
         if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARISONS:
             left, right = self._condition(tree.left), self._condition(tree.comparators[0])
             return self._call(_COMPARISONS[type(tree.ops[0])], left, right)
+        if isinstance(tree, ast.BoolOp):
+            parts = [self._condition(part) for part in tree.values]
+            joined = operator.and_ if isinstance(tree.op, ast.And) else operator.or_
+            return functools.reduce(lambda a, b: self._call(joined, a, b), parts)
+        if isinstance(tree, ast.Call) and ast.unparse(tree.func) in _FUNCTIONS:
+            return self._call(_FUNCTIONS[ast.unparse(tree.func)], *(self._condition(a) for a in tree.args))
         if isinstance(tree, ast.Subscript) and isinstance(tree.value, ast.Call):
             function, index = tree.value.func, tree.slice
             if isinstance(function, ast.Attribute) and function.attr == "size" and isinstance(index, ast.Constant):
@@ -299,7 +316,7 @@ class _Importer:
             return None
         first, *rest = (self.env.get(a, a) if isinstance(a, Node) else a for a in node.args)
         weight = next((a for a in rest if isinstance(a, Node) and a.op == "get_attr"), None)
-        same_op = OPS_BY_MODULE[type(module)].aten
+        same_op = _OP_OF_MODULE[type(module)].aten
         if weight is None or str(weight.target) != f"{path}.weight" or node.target.name().split(".")[0] not in same_op:  # type: ignore[union-attr]
             return None
         if getattr(module, "padding_mode", "zeros") != "zeros" or not isinstance(first, Node):
@@ -336,7 +353,7 @@ class _Importer:
             return self._call(torch.Size, tuple(items))
         built = pytree.tree_unflatten([None] * spec.num_leaves, spec)
         if isinstance(built, tuple) and hasattr(built, "_fields"):
-            return type(built)(*items)
+            return self._call(type(built), *items)
         if type(built).__module__ == "torch.return_types":
             return self._call(type(built), tuple(items))
         if is_dataclass(built) and isinstance(built, dict):
@@ -360,7 +377,11 @@ _COMPARISONS = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-OPS_BY_MODULE = {module: op for op in OPS.values() for module in op.modules}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"torch.{f.__name__}": f for f in (torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_int, torch.sym_float)},
+    **{f"math.{f.__name__}": f for f in (math.ceil, math.floor, math.trunc, math.sqrt)},
+}
+_OP_OF_MODULE = {module: op for op in OPS.values() for module in op.modules}
 
 
 def _is_symbolic(size: Any) -> bool:

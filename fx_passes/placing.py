@@ -26,7 +26,9 @@ _SIZE_METHODS = frozenset(
 _SIZE_ATTRIBUTES = frozenset(
     {"shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes", "requires_grad", "is_sparse"}
 )
-_SIZE_FUNCTIONS: tuple[Any, ...] = (len, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor)
+_SIZE_FUNCTIONS: tuple[Any, ...] = (
+    *(len, torch.numel, torch.is_floating_point, torch.is_complex, torch.is_tensor, operator.is_, operator.is_not),
+)
 _CHECKS = frozenset({torch._assert, check_fixed, check_branch})
 
 

@@ -8,6 +8,8 @@ example inputs (lists, dicts, `*args`) are opened: the model may loop over them.
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +138,19 @@ class ArgumentPlan:
         Nested arguments of the examples are opened, and what `is_fixed` is checked at each call of the graph.
         """
         placeholders = {p.name: self._placeholder(tracer, p) for p in self.parameters}
+        for p in self.parameters:
+            if self._needs_default(p):
+                given = tracer.create_proxy("call_function", operator.is_not, (placeholders[p.name], None), {})
+                tracer.create_proxy(
+                    "call_function", torch._assert, (given, f"forward needs the argument '{p.name}'"), {}
+                )
         return {p.name: self._value(tracer, p, placeholders[p.name], is_fixed) for p in self.parameters}
+
+    def _needs_default(self, parameter: inspect.Parameter) -> bool:
+        """Whether it is a keyword-only argument without a default after one with a default: torch.fx writes no `*`."""
+        before = itertools.takewhile(lambda p: p is not parameter, self.parameters)
+        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is _MISSING
+        return required and any(p.default is not _MISSING for p in before)
 
     def call(self) -> inspect.BoundArguments:
         """The example as one call of the forward."""
@@ -151,6 +165,8 @@ class ArgumentPlan:
     def _placeholder(self, tracer: Any, p: inspect.Parameter) -> Any:
         stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         default = () if p.default is _MISSING else (p.default,)
+        if self._needs_default(p):
+            default = (None,)
         return tracer.create_proxy("placeholder", stars + p.name, default, {})
 
     def _value(self, tracer: Any, p: inspect.Parameter, placeholder: Any, is_fixed: Callable[[Any], bool]) -> Any:
@@ -181,8 +197,6 @@ def _opened(tracer: Any, value: Any, example: Any, name: str, is_fixed: Callable
 
 def erase_unused(graph: Graph) -> None:
     """Erase the reads of nested arguments that the model never looked at."""
-    import operator
-
     for node in reversed(list(graph.nodes)):
         reads = node.target is operator.getitem and not node.users and not node.meta.get("module_path")
         if reads and "source" not in node.meta and node.args[0].op in ("placeholder", "call_function"):

@@ -277,6 +277,8 @@ class QuantizationTracer(AnsweringTracer):
             if path is None:
                 raise TraceError(f"a {type(a).__name__} is passed on that is no submodule of the model")
             return self.create_node("get_attr", path, (), {})
+        if isinstance(a, tuple) and hasattr(a, "_fields") and contains_traced(a):  # torch.fx loses it inside a dict
+            return self.create_node("call_function", type(a), tuple(self.create_arg(item) for item in a), {})
         if isinstance(a, dict) and type(a) is not dict and hasattr(a, "keys"):
             return self._dict_subclass(a)
         if hasattr(a, "__dataclass_fields__") and (isinstance(a, type) or not contains_traced(a)):

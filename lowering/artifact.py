@@ -26,6 +26,7 @@ from lowering.children import WithChildren
 from lowering.children_format import checked_children, children_from_plain, children_to_plain, supplied_model
 from lowering.glue_checks import check_nodes
 from lowering.glue_format import glue_from_plain, glue_to_plain
+from lowering.glue_values import structures_named
 from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
 from lowering.segments import Fallback
 from lowering.spec_format import checked
@@ -83,7 +84,8 @@ def load(
         folder: what `LoweredModule.save` wrote; it may have been moved.
         model: the model that was lowered, if wrapped methods or leaf modules of it stay in Python. If the model itself
             stays in Python: one made in the same way, which gets the parameters that were saved, in a copy.
-        fallbacks: wrapped functions by name, for example `{"decode": decode}`.
+        fallbacks: wrapped functions, and NamedTuples and dataclasses of the model's results, by name, for example
+            `{"decode": decode}`. Those in the source file of `model` are found without.
 
     Raises:
         ArtifactError: a file is missing, truncated, altered or of a newer format, or a Python part is not supplied.
@@ -139,6 +141,7 @@ def _glue(
 
 def _check_supplied(nodes: list[dict[str, Any]], fallbacks: dict[str, Callable[..., Any]]) -> None:
     wanted = {plain["target"]["fallback"] for plain in nodes if isinstance(plain["target"], dict)}
+    wanted.update(name for plain in nodes for name in structures_named(plain))
     if unknown := sorted(set(fallbacks) - wanted):
         names = f"it calls {', '.join(sorted(wanted))}" if wanted else "it calls none"
         raise ArtifactError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,26 +21,28 @@ from torch.fx import Graph, GraphModule, Node
 from fx_passes.errors import ArtifactError
 from fx_passes.example_values import check_branch
 from fx_passes.ops import OPS
+from fx_passes.structures import make_instance
 from fx_passes.trace_args import check_fixed
 from fx_passes.wrap import is_wrapped
 from lowering.arguments import signature_of
 from lowering.glue_checks import HELD
+from lowering.glue_values import is_structure, value_from_plain, value_to_plain
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
 
 # What plumbing between segments may call besides the op table: container access, sizes, integer arithmetic, checks.
-_PLUMBING: tuple[Callable[..., Any], ...] = (
+_PLUMBING: tuple[Any, ...] = (
     *(getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg")),
-    *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")),
+    *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_", "is_", "is_not")),
     *(getattr, len, int, float, max, min, slice, math.pow, torch.Size),
     *(torch._assert, check_branch, check_fixed),
+    *(OrderedDict, make_instance, *(t for t in vars(torch.return_types).values() if isinstance(t, type))),
 )
 _SELF = HELD  # the model that wrapped methods belong to: held beside the glue graph, never a child of it
 _GETATTR = "builtins.getattr"
 _TENSOR_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "T", "mT", "layout")
 _METHODS = ("size", "dim", "numel", "items", "keys", "values", "get", "clone", "ndimension", "nelement")
-_ATOMS = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -52,8 +55,8 @@ def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Te
     functions: dict[str, Callable[..., Any]] = {}
     for node in glue.graph.nodes:
         plain: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_to_plain(glue, node)}
-        plain["args"] = [_to_plain(node, a) for a in node.args]
-        plain["kwargs"] = {key: _to_plain(node, a) for key, a in node.kwargs.items()}
+        plain["args"] = [value_to_plain(node, a) for a in node.args]
+        plain["kwargs"] = {key: value_to_plain(node, a) for key, a in node.kwargs.items()}
         if (signature := _python_signature(glue, node)) is not None:
             plain["signature"] = signature
         if isinstance(plain["target"], dict):
@@ -64,8 +67,18 @@ def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Te
                     node=node,
                     hint="rename one of them",
                 )
-        if node.op == "get_attr" and isinstance(value := _attribute(glue, str(node.target)), Tensor):
-            state[str(node.target)] = value
+        if node.op == "get_attr" and str(node.target).split(".")[0] != _SELF:
+            value = _attribute(glue, str(node.target))
+            if isinstance(value, Tensor):
+                state[str(node.target)] = value
+            elif is_structure(value):
+                plain["named"] = value.__name__
+            else:
+                raise ArtifactError(
+                    f"a {type(value).__name__} that the model's code made cannot be saved",
+                    node=node,
+                    hint="make it in a wrapped function, or hold it on the model",
+                )
         nodes.append(plain)
     return nodes, state
 
@@ -87,8 +100,8 @@ def glue_from_plain(
     made: dict[str, Node] = {}
     for plain in nodes:
         target = reader.target(plain)
-        args = tuple(_from_plain(a, made) for a in plain["args"])
-        kwargs = {key: _from_plain(a, made) for key, a in plain["kwargs"].items()}
+        args = tuple(value_from_plain(a, made, reader.structure) for a in plain["args"])
+        kwargs = {key: value_from_plain(a, made, reader.structure) for key, a in plain["kwargs"].items()}
         made[plain["name"]] = graph.create_node(plain["op"], target, args, kwargs, name=plain["name"])
     glue = reader.glue
     glue.graph = graph
@@ -148,7 +161,7 @@ class _Reader:
         if op == "get_attr":
             if target.split(".")[0] == _SELF:
                 self._attributes[plain["name"]] = target
-            return self._attribute(target)
+            return self._attribute(target, plain.get("named"))
         if op == "call_module":
             return self._module(target, plain.get("signature"))
         if op == "call_method":
@@ -157,8 +170,10 @@ class _Reader:
             return self._function(plain)
         raise ArtifactError(f"node '{plain['name']}' has the unknown kind {op!r}", hint="save the lowered module again")
 
-    def _attribute(self, target: str) -> str:
-        if target in self.state:
+    def _attribute(self, target: str, named: str | None) -> str:
+        if named is not None:
+            setattr(self.glue, target, self.structure(named))
+        elif target in self.state:
             *containers, name = target.split(".")
             _container(self.glue, containers).register_buffer(name, self.state[target])
         elif target.split(".")[0] == _SELF:
@@ -219,11 +234,21 @@ class _Reader:
         _check_signature(f"'{name}'", function, target["signature"])
         return function
 
+    def structure(self, name: str) -> type:
+        """The caller's NamedTuple or dataclass of that name."""
+        found: Any = self.fallbacks.get(name) or self._from_model_source(name)
+        if not is_structure(found):
+            raise ArtifactError(
+                f"the class '{name}' of the model's results stays outside the artifact",
+                hint=f"load(folder, fallbacks={{'{name}': {name}}}), or load(folder, model=the_model)",
+            )
+        return found
+
     def _from_model_source(self, name: str) -> Callable[..., Any] | None:
-        """A wrapped function of that name in the source file of the caller's own model."""
+        """A wrapped function, NamedTuple or dataclass of that name in the source file of the caller's own model."""
         for module in self.model.modules() if self.model is not None else ():
             found = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(name)
-            if callable(found) and is_wrapped(found):
+            if callable(found) and (is_wrapped(found) or is_structure(found)):
                 return found
         return None
 
@@ -246,64 +271,6 @@ def _attribute(root: Any, path: str) -> Any:
     for name in path.split("."):
         root = getattr(root, name)
     return root
-
-
-def _to_plain(node: Node, value: Any) -> Any:
-    if isinstance(value, Node):
-        return {"node": value.name}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else {"float": str(value)}
-    if isinstance(value, _ATOMS):
-        return {"torch": str(value).removeprefix("torch."), "kind": type(value).__name__}
-    if value is Ellipsis:
-        return {"ellipsis": True}
-    if isinstance(value, slice):
-        return {"slice": [_to_plain(node, v) for v in (value.start, value.stop, value.step)]}
-    if type(value).__name__ in ("immutable_list", "list"):
-        return [_to_plain(node, v) for v in value]
-    if type(value) in (tuple, torch.Size):
-        return {"tuple": [_to_plain(node, v) for v in value]}
-    if type(value).__name__ in ("immutable_dict", "dict") and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _to_plain(node, v) for key, v in value.items()}}
-    raise ArtifactError(
-        f"a {type(value).__name__} in the graph cannot be saved",
-        node=node,
-        hint="return tensors in tuples, lists and dicts with string keys, or build the object in a wrapped function",
-    )
-
-
-def _from_plain(value: Any, made: dict[str, Node]) -> Any:
-    if isinstance(value, list):
-        return [_from_plain(v, made) for v in value]
-    if not isinstance(value, dict):
-        return value
-    (kind, content), *_ = value.items()
-    if kind == "node":
-        return made[content]
-    if kind == "float":
-        return float(content)
-    if kind == "torch":
-        return torch.device(content) if value["kind"] == "device" else _torch_atom(content)
-    if kind == "ellipsis":
-        return Ellipsis
-    if kind == "slice":
-        return slice(*(_from_plain(v, made) for v in content))
-    if kind == "tuple":
-        return tuple(_from_plain(v, made) for v in content)
-    if kind == "dict":
-        return {key: _from_plain(v, made) for key, v in content.items()}
-    raise ArtifactError(f"the manifest holds a value of the unknown kind {kind!r}", hint="update fx-trt-lowering")
-
-
-def _torch_atom(name: str) -> Any:
-    found = getattr(torch, name, None)
-    if not isinstance(found, _ATOMS):
-        raise ArtifactError(
-            f"'{name}' is no torch dtype, layout or memory format", hint="save the lowered module again"
-        )
-    return found
 
 
 @cache

@@ -177,6 +177,7 @@ def _sizes(table: Table) -> None:
     def add(name: str, words: str | None = None, **more) -> None:
         table.add(name, Role.SHAPE, words, inplace=False, **more)
 
+    add("is", "", functions=[operator.is_, operator.is_not])
     add("size", "size", aten="sym_size")
     add("attribute", "")  # x.shape, x.ndim, x.dtype, x.device: see lookup
     add("dim", "dim ndimension")
