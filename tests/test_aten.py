@@ -130,6 +130,39 @@ def test_normal_form(case, batch):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+def painted(t):
+    mask = t.new_zeros(3, 4)
+    mask[1:, :2] = 1
+    mask[0] = mask[1] + 2
+    mask[:, -1].zero_()
+    return t * mask
+
+
+def read_elsewhere(t):
+    whole = t + 1
+    rows = whole.view(-1)
+    whole[:, 1:] = 5
+    return rows * 2 + whole.view(-1)
+
+
+@pytest.mark.parametrize(("function", "scattered"), [(painted, True), (read_elsewhere, False)])
+def test_writes_into_parts_of_own_memory(function, scattered, monkeypatch):
+    """Scatters where nothing else reads the memory; torch's second trace, which is slower, where something does."""
+    from torch.export import ExportedProgram
+
+    second_traces = []
+    original = ExportedProgram.run_decompositions
+    monkeypatch.setattr(
+        ExportedProgram, "run_decompositions", lambda self, table: second_traces.append(1) or original(self, table)
+    )
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(function, (graph.placeholder("t"),)),))
+    program = to_aten(torch.fx.GraphModule(nn.Module(), graph), [TensorSpec.static("t", x)], (x,))
+    check_form(program)
+    assert bool(second_traces) is not scattered
+    torch.testing.assert_close(program(x)[0], function(x.clone()), rtol=0, atol=0)
+
+
 def test_one_free_size_is_minus_one_and_needs_no_size_arithmetic():
     program = lower(
         lambda t: t.reshape(t.shape[0], -1).unsqueeze(1).expand(t.shape[0], 2, -1) + 0.5, x, batch=(1, 2, 5)
