@@ -144,6 +144,12 @@ class Target:
     qconfig: Annotated[
         Path | None, typer.Option(help="TOML or JSON file: what to quantize otherwise, by place in the model")
     ] = None
+    placement: Annotated[
+        str, typer.Option(help='"default": what the target gains by; "auto": searched with builds, for one GPU')
+    ] = "default"
+    gpu: Annotated[
+        str | None, typer.Option(help='whose roofline floor --placement auto lowers, such as "RTX 4090"')
+    ] = None
     chosen: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="another field of lowering.Settings; may be repeated"),
@@ -170,13 +176,22 @@ class Target:
         if self.qconfig is not None:
             options["qconfig"] = self.qconfig
         if backend is Backend.trt:
-            return lower_to_trt(
-                loaded.module, loaded.example(), compute_capabilities=self.compute_capability, **options
-            )
-        if self.compute_capability:
-            raise InputError("--compute-capability is for engines", hint="use it with --backend trt")
+            engine = {"compute_capabilities": self.compute_capability, "placement": self.search()}
+            return lower_to_trt(loaded.module, loaded.example(), **engine, **options)
+        if self.compute_capability or self.placement != "default":
+            raise InputError("--compute-capability and --placement are for engines", hint="use --backend trt")
         runtime = "tensorrt" if backend is Backend.tensorrt_onnx else backend.value
         return lower_to_onnx(loaded.module, loaded.example(), runtime=runtime, **options)
+
+    def search(self) -> Any:
+        """`placement` of `lower_to_trt`, with the GPU where one is named."""
+        if self.gpu is None:
+            return self.placement
+        if self.placement != "auto":
+            raise InputError("--gpu names a GPU to search a placement for", hint="add --placement auto")
+        from lowering.search import PlacementSearch
+
+        return PlacementSearch(gpu=self.gpu)
 
     def settings(self, threads: int | None = None) -> Settings:
         """`--float-type`, `threads` and every `--set`, whose values are JSON or plain text."""
