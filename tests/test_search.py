@@ -19,6 +19,7 @@ from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values
 from lowering import lower_to_trt
+from lowering.cli_options import Target
 from lowering.compare import sqnr
 from lowering.roofline import gpu_named
 from lowering.search import PlacementSearch, search_placement, widened
@@ -296,3 +297,11 @@ def test_a_dynamic_batch_is_searched_at_its_usual_size() -> None:
     assert report["placement"]["int8_layers"] == 2
     assert report["segments"][0]["engines"][0]["kernels"] == report["placement"]["floors"]["placed"]["kernels"]
     assert lowered.simulate(torch.cat([IMAGES, IMAGES[:1]])).shape == (3, 10)
+
+
+def test_the_command_lines_wishes() -> None:
+    assert Target().search() == "default"
+    assert Target(placement="auto").search() == "auto"
+    assert Target(placement="auto", gpu="L4").search() == PlacementSearch(gpu="L4")
+    with pytest.raises(InputError, match="add --placement auto"):
+        Target(gpu="L4").search()
