@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ExportError, InputError
 from fx_passes.quiet import quiet_torch
+from lowering.aten_einsum import normalize_einsums
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -44,6 +45,7 @@ def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tupl
                 exported = exported.run_decompositions({})
             except Exception as error:
                 raise _export_error(error, segment) from error
+    normalize_einsums(exported.graph)
     return exported
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import string
-
 import torch
 
+from lowering.aten_einsum import explicit
 from lowering.trt.converters.pointwise import is_number
 from lowering.trt.net import Net, Tensor, Value
 from lowering.trt.registry import converts
@@ -110,19 +109,7 @@ def addr(net: Net, x: Value, vec1: Value, vec2: Value, beta: Value = 1, alpha: V
 
 @converts(aten.einsum.default, check=_floats)
 def einsum(net: Net, equation: str, tensors: list[Value]) -> Tensor:
-    return net.einsum(_lower_case(equation), tensors)
-
-
-def _lower_case(equation: str) -> str:
-    """The equation in lower-case letters with an explicit result, which is what TensorRT takes."""
-    equation = equation.replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    letters = left.replace(",", "").replace("...", "")
-    if not arrow:  # implicit: letters that occur once, in alphabetical order (upper case first), after the ellipsis
-        once = sorted(c for c in set(letters) if letters.count(c) == 1)
-        right = ("..." if "..." in left else "") + "".join(once)
-    names = dict(zip(sorted(set(letters)), string.ascii_lowercase, strict=False))
-    return "".join(names.get(c, c) for c in f"{left}->{right}")
+    return net.einsum(explicit(equation), tensors)
 
 
 @converts(aten.bilinear.default)
