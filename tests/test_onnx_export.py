@@ -67,6 +67,7 @@ CASES = {
     "group norm of as many groups as channels": lambda x: F.group_norm(x, 4),
     "instance norm": lambda x: F.instance_norm(x),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "einsum in capitals": lambda x: torch.einsum("B C H W, B D H W -> B C D", x, x),
     "adaptive pool, unequal windows": lambda x: F.adaptive_avg_pool2d(x, 4),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
     "ceil mode": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
