@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from fx_passes.node_meta import source_line
 from fx_passes.ops import is_size
 from lowering.module import LoweredModule, OpRow, SegmentInfo
+from lowering.roofline import engine_floor, gpu_named, representative_gpu
 
 if TYPE_CHECKING:
     from lowering.request import Request
@@ -101,7 +102,7 @@ def summary_text(lowered: LoweredModule) -> str:
 
         lines += placement_text(details["placement"], details["settings"]["float_type"])
     for segment in lowered.segments:
-        lines += ["", *_segment_lines(segment.completed())]
+        lines += ["", *_segment_lines(segment.completed(), (details.get("placement") or {}).get("gpu"))]
     if lowered.fallbacks:
         lines += ["", "Stays in Python:"]
         lines += [f"  {f.node} ({f.source or 'no source line'}): {f.reason}" for f in lowered.fallbacks]
@@ -123,7 +124,7 @@ def _capture_lines(capture: dict[str, str]) -> list[str]:
     return []
 
 
-def _segment_lines(segment: SegmentInfo) -> list[str]:
+def _segment_lines(segment: SegmentInfo, gpu: str | None) -> list[str]:
     lines = [
         f"{segment.name}: {segment.backend}, {segment.precision}, {segment.nodes} operators, "
         f"{segment.flops / 1e9:.2f} GFLOPs"
@@ -132,6 +133,7 @@ def _segment_lines(segment: SegmentInfo) -> list[str]:
         lines += _coverage_lines(segment.ops)
     for engine in segment.engines:
         lines += _engine_lines(engine, segment.float_twin)
+        lines += _floor_lines(engine, segment.float_twin, gpu)
     return lines
 
 
@@ -165,6 +167,21 @@ def _engine_lines(engine: dict[str, Any], twin: dict[str, Any] | None) -> list[s
             f"{max(ours, other) / 1e6:.1f} MB"
         )
     return lines
+
+
+def _floor_lines(engine: dict[str, Any], twin: dict[str, Any] | None, gpu: str | None) -> list[str]:
+    """The roofline floor of an engine on a GPU, by default one that stands for what it was built for."""
+    if not all("reads" in row for row in engine.get("rows") or [{}]):
+        return []  # a session, or an artifact of an earlier version
+    known = gpu_named(gpu) if gpu else representative_gpu(engine["compute_capabilities"])
+    floor = engine_floor(engine["rows"], known)
+    line = (
+        f"    roofline floor on {known.name} (no measurement): {floor.total_us:.1f} us "
+        f"({floor.memory_us:.1f} bytes, {floor.compute_us:.1f} operations, {floor.launch_us:.0f} launches)"
+    )
+    if twin is not None and twin.get("rows"):
+        line += f"; {engine_floor(twin['rows'], known).total_us:.1f} us in {twin['precision']}"
+    return [line]
 
 
 def _moved(engine: dict[str, Any]) -> int:
