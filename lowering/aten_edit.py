@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ __all__ = [
     "arguments",
     "bypass",
     "expression",
+    "inline",
     "insert",
     "is_static",
     "replace_call",
@@ -20,6 +23,9 @@ __all__ = [
     "shape_of",
     "take_origin",
 ]
+
+
+_ORIGIN = ("source", "module_path", "fx_node", "nn_module_stack")
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -31,7 +37,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def take_origin(new: Node, old: Node) -> None:
     """`new` stands for (a part of) `old`: same source line, module path and FX node."""
-    for key in ("source", "module_path", "fx_node"):
+    for key in _ORIGIN:
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
 
@@ -79,3 +85,37 @@ def expression(size: Any) -> Any:
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are known to be equal, without adding a guard."""
     return [expression(s) for s in a] == [expression(s) for s in b]
+
+
+def inline(node: Node, decomposition: Callable[..., Any]) -> None:
+    """Trace `decomposition` on the node's fake inputs and put the result in the node's place."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = node.all_input_nodes
+    position = {n: i for i, n in enumerate(inputs)}
+
+    def call(*values: Any) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[position[n]])
+        return decomposition(*args, **kwargs)
+
+    values = [n.meta["val"] for n in inputs]
+    with detect_fake_mode(values) or nullcontext():  # what the decomposition makes anew is then fake in the same mode
+        traced = make_fx(call)(*values)
+    env: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    graph = node.graph
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "call_function":
+                new = graph.node_copy(inner, lambda n: env[n])
+                new.meta = {"val": inner.meta["val"]}
+                take_origin(new, node)
+                env[inner] = new
+    result: Any = map_arg(traced.graph.output_node().args[0], lambda n: env[n])
+    if isinstance(result, Node):
+        bypass(node, result)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{user.format_node()} reads the list of {node.format_node()}"
+        bypass(user, result[user.args[1]])
+    graph.erase_node(node)

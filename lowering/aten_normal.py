@@ -6,18 +6,17 @@ replaced in place keeps its value, so `val` stays right without running the grap
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from lowering.aten_edit import (
     arguments,
     bypass,
+    inline,
     insert,
     is_static,
     replace_call,
@@ -173,7 +172,7 @@ def _expand_composites(graph: Graph) -> None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or node.target in whole:
             continue
         if (decomposition := _decomposition(node, node.target)) is not None:
-            _inline(node, decomposition)
+            inline(node, decomposition)
 
 
 def _decomposition(node: Node, op: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -196,37 +195,6 @@ def _batch_statistics(
     y = centred * torch.rsqrt((centred * centred).mean(axes, keepdim=True) + eps)
     y = y if weight is None else y * weight.reshape(shape)
     return y if bias is None else y + bias.reshape(shape)
-
-
-def _inline(node: Node, decomposition: Callable[..., Any]) -> None:
-    """Trace `decomposition` on the node's fake inputs and put the result in the node's place."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    inputs = node.all_input_nodes
-    position = {n: i for i, n in enumerate(inputs)}
-
-    def call(*values: Any) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[position[n]])
-        return decomposition(*args, **kwargs)
-
-    traced = make_fx(call)(*(n.meta["val"] for n in inputs))
-    env: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    graph = node.graph
-    with graph.inserting_before(node):
-        for inner in traced.graph.nodes:
-            if inner.op == "call_function":
-                new = graph.node_copy(inner, lambda n: env[n])
-                new.meta = {"val": inner.meta["val"]}
-                take_origin(new, node)
-                env[inner] = new
-    result: Any = map_arg(traced.graph.output_node().args[0], lambda n: env[n])
-    if isinstance(result, Node):
-        bypass(node, result)
-        return
-    for user in list(node.users):
-        assert user.target is operator.getitem, f"{user.format_node()} reads the list of {node.format_node()}"
-        bypass(user, result[user.args[1]])
-    graph.erase_node(node)
 
 
 _ADAPTIVE_POOLS = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from lowering.aten import AtenProgram, TensorSpec, WriteBack, output_values
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.export.graph_signature import InputSpec, OutputSpec
 
-__all__ = ["LiftedState", "rebuild"]
+__all__ = ["LiftedState", "output_specs", "rebuild"]
 
 aten = torch.ops.aten
 
@@ -173,20 +173,26 @@ def rebuild(gm: GraphModule, state: dict[Node, tuple[str, Tensor]], like: Export
             input_specs.append(sig.InputSpec(sig.InputKind.PARAMETER, argument, fqn))
         else:
             input_specs.append(sig.InputSpec(sig.InputKind.BUFFER, argument, fqn, persistent=True))
-    results = output_values(graph)
-    output_specs = [sig.OutputSpec(sig.OutputKind.USER_OUTPUT, sig.TensorArgument(n.name), None) for n in results]
     graph.lint()
     return ExportedProgram(
         root=gm,
         graph=graph,
-        graph_signature=sig.ExportGraphSignature(input_specs, output_specs),
+        graph_signature=sig.ExportGraphSignature(input_specs, output_specs(graph)),
         state_dict=values,
         range_constraints=like.range_constraints,
-        module_call_graph=_module_calls(len(placeholders) - len(state), len(results)),
+        module_call_graph=_module_calls(len(placeholders) - len(state), len(output_values(graph))),
         example_inputs=None,
         constants={},
         verifiers=like.verifiers,
     )
+
+
+def output_specs(graph: Graph) -> list[OutputSpec]:
+    """What an exported program's signature says of the results of `graph`."""
+    from torch.export import graph_signature as sig
+
+    kind = sig.OutputKind.USER_OUTPUT
+    return [sig.OutputSpec(kind, sig.TensorArgument(node.name), None) for node in output_values(graph)]
 
 
 def _module_calls(n_inputs: int, n_outputs: int) -> list:

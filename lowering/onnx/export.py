@@ -1,8 +1,8 @@
 """An aten program as an ONNX model, by torch's own exporter.
 
-There is no op converter here. Before the exporter, the aten graph gets what the exporter's metadata needs to name
-nodes (`_named_program`); after it, a few rewrites of the ONNX graph state the same computation in the form that
-runtimes look for (`lowering.onnx.rewrites`).
+There is no op converter here. Before the exporter, ops that it has no form for become others (`lowering.onnx.legalize`)
+and the aten graph gets what the exporter's metadata needs to name nodes (`_named_program`); after it, a few rewrites of
+the ONNX graph state the same computation in the form that runtimes look for (`lowering.onnx.rewrites`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ArtifactError, ExportError
 from fx_passes.node_meta import source_line
+from lowering.aten_state import output_specs
+from lowering.onnx.legalize import check_translations, legalize
 
 if TYPE_CHECKING:
     import onnx
@@ -73,6 +76,7 @@ def _run_exporter(program: AtenProgram, opset: int) -> onnx_ir.Model:
     from fx_passes.quiet import quiet_torch
     from lowering.onnx.rewrites import canonicalize
 
+    check_translations(program.graph)
     prepared = _named_program(program)
     try:
         with quiet_torch():
@@ -148,10 +152,11 @@ def _named_program(program: AtenProgram) -> Any:
             if (line := source_line(old)) is not None:
                 stack["source"] = (line, "")
             new.meta = {"val": old.meta["val"], "nn_module_stack": stack}
+    legalize(graph)
     return Prepared(
         root=GraphModule(source.graph_module, graph),
         graph=graph,
-        graph_signature=source.graph_signature,
+        graph_signature=replace(source.graph_signature, output_specs=output_specs(graph)),
         state_dict=source.state_dict,
         range_constraints=source.range_constraints,
         module_call_graph=source.module_call_graph,
