@@ -18,6 +18,7 @@ from lowering.twin import float_twin
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
+    from lowering.onnx.expected import Expected
     from lowering.onnx.files import OnnxFile
     from lowering.onnx.model import OnnxModel
     from lowering.segments import Segmented
@@ -107,4 +108,13 @@ class OnnxBackend:
         )
         if self.target == "tensorrt":
             check_parser(session.file)
+            if not program.buffer_inputs:
+                session.expected = self._expected(session, example)
         return session
+
+    def _expected(self, session: OnnxModel, example: tuple[Tensor, ...]) -> Expected | None:
+        from lowering.onnx.expected import expect
+
+        precision = "int8" if self.precision in ("int8", "auto") else str(self.settings.float_type)
+        names = ([spec.name for spec in session.inputs], session.outputs)
+        return expect(names, example, session(*example), precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, InputError
 from lowering.aten import TensorSpec
+from lowering.onnx.expected import INPUTS, OUTPUTS, Expected, polygraphy_command
 from lowering.onnx.files import OnnxFile
 from lowering.spec_format import checked, spec_from_plain, spec_to_plain
 
@@ -36,6 +38,7 @@ class OnnxModel(nn.Module):
 
     Attributes:
         runtime: whose class this is, as `lower_to_onnx(runtime=)` calls it.
+        expected: one call of a file for TensorRT, to check its engine with where the GPU is; None: no such call.
     """
 
     runtime: ClassVar[str]
@@ -54,6 +57,7 @@ class OnnxModel(nn.Module):
         self.inputs, self.outputs = list(inputs), list(outputs)
         self.threads = threads or torch.get_num_threads()
         self.target = target
+        self.expected: Expected | None = None
         self._dims: list[list[Any]] = [list(spec.opt) for spec in self.inputs]  # a free dimension has a name instead
 
     @property
@@ -103,6 +107,7 @@ class OnnxModel(nn.Module):
             "inputs": [spec_to_plain(spec) for spec in self.inputs],
             "outputs": self.outputs,
             "external_data": self.file.path is not None,
+            "expected": None if self.expected is None else self.expected.tolerances,
             **self.options(),
         }
 
@@ -113,13 +118,20 @@ class OnnxModel(nn.Module):
         files = self.file.writers(f"{name}.onnx")
         if self.target == "tensorrt":
             line = trtexec_command(f"{name}.onnx", self.inputs)
-            files[f"{name}.trtexec.txt"] = lambda path: path.write_text(line + "\n", encoding="utf-8")
+            files[f"{name}.trtexec.txt"] = partial(_write_line, line)
+        if self.expected is not None:
+            check = polygraphy_command(name, self.inputs, self.expected.tolerances)
+            files[f"{name}.polygraphy.txt"] = partial(_write_line, check)
+            files[f"{name}.{INPUTS}"] = partial(Path.write_bytes, data=self.expected.inputs)
+            files[f"{name}.{OUTPUTS}"] = partial(Path.write_bytes, data=self.expected.outputs)
         return files
 
     @staticmethod
     def artifact_needs(name: str, record: dict[str, Any]) -> list[str]:
         """Names of the files that `from_artifact` reads."""
-        return [f"{name}.onnx", *([f"{name}.onnx.data"] if record.get("external_data") else [])]
+        external = [f"{name}.onnx.data"] if record.get("external_data") else []
+        expected = [f"{name}.{INPUTS}", f"{name}.{OUTPUTS}"] if record.get("expected") else []
+        return [f"{name}.onnx", *external, *expected]
 
     @classmethod
     def from_artifact(cls: type[Self], folder: Path, name: str, record: dict[str, Any]) -> Self:
@@ -139,7 +151,12 @@ class OnnxModel(nn.Module):
             for o in checked(record.get("outputs"), list, f"the outputs of {name}")
         ]
         file = OnnxFile.read(folder / f"{name}.onnx", external)
-        return cls(file, inputs, outputs, **cls._read_options(name, record))
+        session = cls(file, inputs, outputs, **cls._read_options(name, record))
+        if tolerances := checked(record.get("expected"), dict | None, f"'expected' of {name}"):
+            limits = {output: checked(limit, float, f"a tolerance of {name}") for output, limit in tolerances.items()}
+            read = [(folder / f"{name}.{part}").read_bytes() for part in (INPUTS, OUTPUTS)]
+            session.expected = Expected(read[0], read[1], limits)
+        return session
 
     @classmethod
     def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +164,7 @@ class OnnxModel(nn.Module):
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         copy = type(self)(self.file, self.inputs, self.outputs, threads=self.threads, **self.options())
+        copy.expected = self.expected
         memo[id(self)] = copy
         return copy
 
@@ -166,6 +184,10 @@ def runtime_class(name: str) -> type[OnnxModel]:
 
         return OpenVinoSession
     raise ArtifactError(f"the runtime {name!r} is not known", hint="update fx-trt-lowering")
+
+
+def _write_line(line: str, path: Path) -> None:
+    path.write_text(line + "\n", encoding="utf-8")
 
 
 def _check_input(value: Any, spec: TensorSpec) -> None:
