@@ -22,7 +22,7 @@ from fx_passes.errors import LoweringError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_submodule
 from fx_passes.node_meta import inherit_meta
 from fx_passes.placing import Place, Plan
-from fx_passes.recording import bind_inputs, positional, record
+from fx_passes.recording import Recording, bind_inputs, positional, record
 from fx_passes.state import restored_state
 
 __all__ = ["check_output", "partition"]
@@ -35,6 +35,7 @@ def partition(
     *,
     min_segment_nodes: int = 1,
     check: bool = True,
+    recording: Recording | None = None,
 ) -> GraphModule:
     """Split `gm` into segments of tensor operations and the Python between them.
 
@@ -50,6 +51,8 @@ def partition(
         min_segment_nodes: a segment with fewer operations stays Python.
         check: run the glue too and compare the structure of its output. False leaves that to the caller, who finds
             the output of the graph's own run in `glue.meta["expected_output"]`, for `check_output`.
+        recording: of this very graph on these inputs, from an earlier partition; more of its nodes may be marked to
+            stay Python since. None: the graph is run once to record it.
 
     Returns:
         The glue: a graph module of the same type whose `call_module` nodes `segment_0`, `segment_1`, ... are plain
@@ -61,7 +64,7 @@ def partition(
         LoweringError: the glue's output has another structure than the graph's.
     """
     kwargs = dict(example_kwargs or {})
-    recording = record(gm, tuple(example_args), kwargs)
+    recording = recording or record(gm, tuple(example_args), kwargs)
     plan = Plan(gm, recording, min_segment_nodes)
     glue = _Builder(gm, plan).build()
     if check:

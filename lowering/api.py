@@ -166,7 +166,7 @@ def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, reques
     from lowering.segments import segmented
     from lowering.summary import details_of
 
-    parts = segmented(graph, sizes, request.settings, request.backend.unsupported)
+    parts = segmented(graph, sizes, request.settings, request.backend.unsupported, request.data)
     infos, fallbacks = built_segments(parts, request), parts.fallbacks
     glue: nn.Module = parts.glue
     flops = parts.measured.flops * parts.measured.flops_share

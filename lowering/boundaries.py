@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from fx_passes.errors import ExportError, LoweringError
 from fx_passes.partition import check_output
@@ -15,7 +17,8 @@ from fx_passes.recording import bind_inputs, positional
 from fx_passes.state import restored_state
 from lowering.aten import TensorSpec
 from lowering.flop_counter import FlopCounter
-from lowering.inputs import Example, ShapeRange
+from lowering.inputs import Example, ShapeRange, brought_to
+from lowering.probes import HEADROOM
 
 __all__ = ["Boundary", "Measured", "measure"]
 
@@ -48,8 +51,14 @@ class Measured:
         return sum(b.flops for b in self.boundaries.values()) / self.flops if self.flops else 1.0
 
 
-def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
+def measure(glue: GraphModule, sizes: ShapeRange, others: Iterable[Example] = ()) -> Measured:
     """Run `glue` at min, opt, max and export sizes and record what enters each segment.
+
+    Args:
+        glue: a partitioned graph.
+        sizes: calls of it.
+        others: more calls, of the opt sizes. They are made if a segment reads what Python gave, whose size may follow
+            from the data (a number of boxes): where it differs, the segment takes 1 to twice the largest seen.
 
     Raises:
         ExportError: a segment's input changes its rank or its type between sizes, or is not reached by an example.
@@ -62,6 +71,7 @@ def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
         for example in (sizes.min, sizes.max, sizes.export, *(e for profile in sizes.profiles for e in profile)):
             if id(example) not in runs:
                 runs[id(example)] = _Recorder(glue).record(example)
+        probes = [opt, *_probes(glue, others)] if _reads_python(glue) else []
     boundaries = {}
     for name in opt.inputs:
         if not all(name in run.inputs for run in runs.values()):
@@ -69,8 +79,12 @@ def measure(glue: GraphModule, sizes: ShapeRange) -> Measured:
         specs = []
         for index, argument in enumerate(opt.names[name]):
             seen = {key: run.inputs[name][index] for key, run in runs.items()}
-            specs.append(_spec(f"input {index} of {name}", argument, sizes, seen))
-        boundaries[name] = Boundary(specs, runs[id(sizes.export)].inputs[name], opt.flops.get(name, 0))
+            spec = _spec(f"input {index} of {name}", argument, sizes, seen)
+            shapes = [tuple(run.inputs[name][index].shape) for run in probes if name in run.inputs]
+            specs.append(_with_headroom(spec, shapes))
+        tensors = runs[id(sizes.export)].inputs[name]
+        fitted = tuple(brought_to(t, _sizes_of_export(t, spec)) for t, spec in zip(tensors, specs, strict=True))
+        boundaries[name] = Boundary(specs, fitted, opt.flops.get(name, 0))
     return Measured(boundaries, sum(opt.flops.values()))
 
 
@@ -91,6 +105,46 @@ def _spec(what: str, name: str, sizes: ShapeRange, seen: dict[int, Tensor]) -> T
     return TensorSpec(name, opt.dtype, low, at(sizes.opt), high, profiles=profiles if low != high else ())
 
 
+def _reads_python(glue: GraphModule) -> bool:
+    """Whether a segment takes what was computed from the result of a Python call."""
+    after: set[Node] = set()
+    for node in glue.graph.nodes:
+        if node.meta.get("python") or not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    return any(node.meta.get("segment") and not node.meta.get("python") for node in after)
+
+
+def _probes(glue: GraphModule, examples: Iterable[Example]) -> Iterator[_Recorder]:
+    for example in examples:
+        try:
+            yield _Recorder(glue).record(example)
+        except LoweringError as error:  # shuffled values and zeros may be no input that the model's Python expects
+            logging.getLogger(__name__).debug("a probe failed: %s", error)
+
+
+def _with_headroom(spec: TensorSpec, shapes: list[tuple[int, ...]]) -> TensorSpec:
+    """`spec`, wider in each dimension that has several sizes in `shapes`, those of inputs of one size."""
+    shapes = [shape for shape in shapes if len(shape) == len(spec.opt)]
+    varying = [d for d in range(len(spec.opt)) if len({shape[d] for shape in shapes}) > 1]
+    if not varying:
+        return spec
+    most = {d: max(spec.max[d], *(shape[d] for shape in shapes)) for d in varying}
+
+    def at(sizes: tuple[int, ...], values: dict[int, int]) -> tuple[int, ...]:
+        return tuple(values.get(d, n) for d, n in enumerate(sizes))
+
+    low, high = dict.fromkeys(varying, 1), {d: HEADROOM * n for d, n in most.items()}
+    usual = {d: spec.opt[d] or n for d, n in most.items()}
+    profiles = tuple((at(a, low), at(b, usual), at(c, high)) for a, b, c in spec.profiles)
+    changed = (at(spec.min, low), at(spec.opt, usual), at(spec.max, high))
+    return TensorSpec(spec.name, spec.dtype, *changed, symbols=spec.symbols, profiles=profiles)
+
+
+def _sizes_of_export(tensor: Tensor, spec: TensorSpec) -> tuple[int, ...]:
+    """At least 2 where a size varies: `torch.export` takes 0 and 1 for constants."""
+    return tuple(max(n, 2) if spec.is_dynamic(d) else n for d, n in enumerate(tensor.shape))
+
+
 class _Recorder(Interpreter):
     """Runs the glue; keeps each segment's inputs and, if asked, the FLOPs of every top-level node."""
 
@@ -109,7 +163,7 @@ class _Recorder(Interpreter):
         self.result = self.run(*args)
         return self
 
-    def run_node(self, node: torch.fx.Node) -> Any:
+    def run_node(self, node: Node) -> Any:
         if node.op == "call_module" and str(node.target).startswith("segment_"):
             values = tuple(self.fetch_args_kwargs_from_env(node)[0])
             self.inputs[str(node.target)] = tuple(v.detach().clone() for v in values)

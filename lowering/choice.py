@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +21,10 @@ from fx_passes.wrap import is_wrapped_module
 from lowering.arguments import as_example, signature_of
 from lowering.child_calls import Call, Opaque, Shape, record_calls
 from lowering.children import Accepts, TensorRange
-from lowering.inputs import Example, ShapeRange, resized
+from lowering.inputs import Example, ShapeRange, brought_to
+from lowering.probes import HEADROOM, alike
 
 __all__ = ["Child", "Choice", "choose", "computes"]
-
-# A size that follows from the data (a number of boxes) was seen for a few images only: more than that may come.
-HEADROOM = 2
-_PROBE_BATCHES = 4
 
 Sizes = tuple[int, ...]
 
@@ -94,7 +90,7 @@ class Child:
 
     def at(self, tensors: list[Tensor], sizes: list[Sizes] | None) -> Example:
         """One call with these tensors, brought to these sizes."""
-        fitted = iter(tensors if sizes is None else [_resized(t, s) for t, s in zip(tensors, sizes, strict=True)])
+        fitted = iter(tensors if sizes is None else [brought_to(t, s) for t, s in zip(tensors, sizes, strict=True)])
         arguments = pytree.tree_map_only(Shape, lambda _: next(fitted), self.calls[0].arguments)
         return as_example(inspect.signature(self.module.forward), arguments)
 
@@ -150,7 +146,7 @@ class _Chooser:
                     f"{type(root).__name__} fails on the example inputs: {type(error).__name__}: {error}",
                     hint="check that the model itself runs on them, at the smallest and largest sizes too",
                 ) from error
-            self.probes = list(_probe(root, _alike(sizes.opt, batches)))
+            self.probes = list(_probe(root, alike(sizes.opt, batches)))
         self.chosen: set[str] = set()
 
     def choose(self, below: Sequence[str] | None) -> Choice:
@@ -246,31 +242,9 @@ def computes(module: nn.Module) -> bool:
     return any(isinstance(m, weighted) for m in module.modules())
 
 
-def _alike(example: Example, batches: Iterable[Any]) -> Iterator[Example]:
-    """Other inputs of the same sizes."""
-    generator = torch.Generator().manual_seed(0)
-
-    def shuffled(tensor: Tensor) -> Tensor:
-        return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
-
-    yield example.map(lambda t: shuffled(t) if t.is_floating_point() else t)
-    yield example.map(lambda t: torch.zeros_like(t) if t.is_floating_point() else t)
-    shapes = [t.shape for t in example.tensors()]
-    for batch in itertools.islice(batches, _PROBE_BATCHES):
-        other = Example.of(batch)
-        if [t.shape for t in other.tensors()] == shapes:
-            yield other
-
-
 def _probe(root: nn.Module, examples: Iterator[Example]) -> Iterator[list[Call]]:
     for example in examples:
         try:
             yield record_calls(root, example)[0]
         except Exception as error:  # shuffled pixels and zeros may be no input that the model's Python expects
             logging.getLogger(__name__).debug("a probe of %s failed: %s", type(root).__name__, error)
-
-
-def _resized(tensor: Tensor, sizes: Sizes) -> Tensor:
-    for d, size in enumerate(sizes):
-        tensor = tensor if tensor.shape[d] == size else resized(tensor, d, size)
-    return tensor

@@ -53,17 +53,17 @@ def lower_children(model: nn.Module, sizes: ShapeRange, request: Request, refusa
         raise InputError(
             f"a search for placement works on one graph, and {refusal.what}", hint='use placement="default"'
         )
+    whole = Fallback(type(model).__name__, refusal.source, refusal.what)
+    refuse_fallbacks([whole], request.settings)
     root = own_copy(model)
     choice = choose(root, sizes, request.data)
     if not choice.children:
         lines = "".join(f"\n  - {path}: {reason}" for path, reason in choice.refused.items())
         raise CaptureError(f"{refusal.what}; and no submodule of it can be lowered either{lines}", hint=refusal.hint)
     lowered = LoweredChildren(root, choice, sizes, request)
-    stays = [Fallback(type(model).__name__, refusal.source, refusal.what), *lowered.fallbacks]
-    refuse_fallbacks(stays, request.settings)
     share = lowered.flops / choice.flops if choice.flops else 1.0
     details = details_of(request, choice.flops, share, {"route": "children", "reason": refusal.what})
-    return LoweredModule(WithChildren(root, lowered.children), lowered.infos, stays, details)
+    return LoweredModule(WithChildren(root, lowered.children), lowered.infos, [whole, *lowered.fallbacks], details)
 
 
 def lower_leaves(model: nn.Module, parts: Segmented, sizes: ShapeRange, request: Request) -> LoweredChildren | None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fx_passes.errors import CalibrationError, InputError
 from lowering.images import declared_input
 
-__all__ = ["CalibrationData", "Example", "ShapeRange", "example_for", "resized", "shape_range"]
+__all__ = ["CalibrationData", "Example", "ShapeRange", "brought_to", "example_for", "shape_range"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _batch_range(example: Example, dynamic_batch: Any) -> ShapeRange:
 
     @cache
     def at(batch: int) -> Example:
-        return example.map(lambda t: resized(t, 0, batch) if t.dim() > 0 and t.shape[0] == size else t)
+        return example.map(lambda t: _resized(t, 0, batch) if t.dim() > 0 and t.shape[0] == size else t)
 
     least, usual, most = min(low for low, _, _ in ranges), ranges[0][1], max(high for _, _, high in ranges)
     if least == most:
@@ -242,7 +242,7 @@ def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> Shap
                 items = dims.items() if isinstance(dims, dict) else enumerate(dims)
                 for dim, size in items:
                     if size is not None and not isinstance(size, int):
-                        value = resized(value, dim, _bound(size, which))
+                        value = _resized(value, dim, _bound(size, which))
                 return value
             if isinstance(value, (list, tuple)):
                 return type(value)(resize(v, d) for v, d in zip(value, dims, strict=True))
@@ -271,7 +271,14 @@ def _bound(dim: Any, which: str) -> int:
     return value
 
 
-def resized(tensor: Tensor, dim: int, size: int) -> Tensor:
+def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
     """`tensor` repeated or cut along `dim` to `size`: real values, so that the model sees plausible data."""
     index = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
     return tensor.index_select(dim, index)
+
+
+def brought_to(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """`tensor` repeated or cut along every dimension to `sizes`."""
+    for dim, size in enumerate(sizes):
+        tensor = tensor if tensor.shape[dim] == size else _resized(tensor, dim, size)
+    return tensor

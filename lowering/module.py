@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fx_passes.errors import BackendUnavailableError, LoweringError
+from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
 from lowering.children import LoweredChild, WithChildren
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Segment(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         run = self.backend.simulate if getattr(_mode, "simulate", False) else self.backend
+        if any(value.numel() == 0 for value in inputs):
+            return self._of_nothing(run, inputs)
         state = self.state()
         outputs = tuple(run(*inputs, *state))
         for write in self.writebacks:
@@ -69,6 +71,28 @@ class Segment(nn.Module):
             target = inputs[int(write.target)] if into_input else state[self.buffer_names.index(str(write.target))]
             target.copy_(outputs[write.output])
         return outputs[: len(outputs) - len(self.writebacks)]
+
+    def _of_nothing(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Results for inputs of which one has no elements, which no backend takes: no detections, for example.
+
+        Where they have none either, only their sizes are asked for: those at 1 and 2 in place of 0 tell them.
+
+        Raises:
+            InputError: a result has elements, which would have to be computed from nothing.
+        """
+        some = [
+            run(*(v.new_zeros([n or size for n in v.shape]) if v.numel() == 0 else v for v in inputs), *self.state())
+            for size in (1, 2)
+        ]
+        results = [
+            a.new_empty([2 * m - n for m, n in zip(a.shape, b.shape, strict=True)]) for a, b in zip(*some, strict=True)
+        ]
+        if self.writebacks or any(value.numel() for value in results):
+            raise InputError(
+                f"{self.name} gets an empty tensor, and its results are not empty",
+                hint="let the Python before it handle that case, for example by returning early",
+            )
+        return tuple(results)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
@@ -13,10 +13,12 @@ from fx_passes.graph_module import copy_graph_module
 from fx_passes.node_meta import source_line
 from fx_passes.ops import Role, op_of
 from fx_passes.partition import partition
+from fx_passes.recording import record
 from lowering.aten import AtenProgram, to_aten
 from lowering.backend import graph_of
 from lowering.boundaries import Measured, measure
 from lowering.inputs import ShapeRange
+from lowering.probes import alike
 
 if TYPE_CHECKING:
     from lowering.settings import Settings
@@ -58,7 +60,13 @@ class Segmented:
     fallbacks: list[Fallback]
 
 
-def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsupported: Unsupported) -> Segmented:
+def segmented(
+    graph: GraphModule,
+    sizes: ShapeRange,
+    settings: Settings,
+    unsupported: Unsupported,
+    batches: Iterable[Any] = (),
+) -> Segmented:
     """Partition `graph`, export every segment, and keep in Python what the backend cannot take.
 
     A refused operator is cut out at its node of the FX graph, together with the DequantizeLinear nodes that only it
@@ -69,16 +77,27 @@ def segmented(graph: GraphModule, sizes: ShapeRange, settings: Settings, unsuppo
         sizes: one call of the model at its smallest, usual and largest sizes.
         settings: `min_segment_nodes` and `require_full_lowering` are used.
         unsupported: the backend's own check of a named segment: aten nodes that it cannot take, each with the reason.
+        batches: calibration batches, which tell what sizes follow from data.
+
+    The Python of the model runs once to record it, and once per size that is measured each time it is partitioned
+    anew, which is once more for every refusal; three times more if a segment reads what it gives.
 
     Raises:
         ExportError: a segment cannot be exported and the error does not say which node is at fault.
         UnsupportedOpError: `settings.require_full_lowering`, and something stays in Python.
     """
     graph = copy_graph_module(graph)
+    recording = record(graph, sizes.opt.args, sizes.opt.kwargs)
     while True:
-        least = settings.min_segment_nodes
-        glue = partition(graph, sizes.opt.args, sizes.opt.kwargs, min_segment_nodes=least, check=False)
-        measured = measure(glue, sizes)
+        glue = partition(
+            graph,
+            sizes.opt.args,
+            sizes.opt.kwargs,
+            min_segment_nodes=settings.min_segment_nodes,
+            check=False,
+            recording=recording,
+        )
+        measured = measure(glue, sizes, alike(sizes.opt, batches))
         programs: dict[str, AtenProgram] = {}
         refused: dict[str, str] = {}
         for name, boundary in measured.boundaries.items():
