@@ -44,6 +44,7 @@ CASES = [
     Case("attention_3d", F.scaled_dot_product_attention, (Q, K, V)),
     Case("attention_3d_mask", F.scaled_dot_product_attention, (Q, K, V, torch.randn(6, 5, 7))),
     Case("attention_3d_causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (Q, K, V)),
+    Case("attention_5d", lambda q: F.scaled_dot_product_attention(q, q, q), (torch.randn(2, 3, 2, 5, 4),)),
     Case("attention_3d_bools", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, k[0, :, 0] < 9), (Q, K, V)),
     Case("rrelu", nn.RReLU(), (X,)),
     Case("log_sigmoid", F.logsigmoid, (torch.tensor([-200.0, -90.0, -1.0, 0.0, 2.0, 200.0]),)),

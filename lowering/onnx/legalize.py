@@ -164,7 +164,7 @@ def _add_bools(node: Node, given: dict[str, Any]) -> Rewrite | None:
 
 def _attention(node: Node, given: dict[str, Any]) -> Rewrite | None:
     """The exporter takes four dimensions; this is attention as torch's documentation of the op defines it."""
-    if len(shape_of(given["query"])) != 3 or given["enable_gqa"] or given["dropout_p"]:
+    if len(shape_of(given["query"])) == 4 or given["enable_gqa"] or given["dropout_p"]:
         return None
     scale = given["scale"] if given["scale"] is not None else int(shape_of(given["query"])[-1]) ** -0.5
 
