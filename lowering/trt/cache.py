@@ -43,7 +43,7 @@ class EngineCache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit: int | None):
-        self.folder, self.limit = Path(folder), limit
+        self.folder, self.limit = Path(folder).expanduser(), limit
 
     def get(self, key: str) -> tuple[bytes, dict[str, Any]] | None:
         """The engine kept under `key` and its record, or None; an entry that is damaged is removed."""

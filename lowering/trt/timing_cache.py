@@ -24,10 +24,11 @@ def use_timings(config: Any, path: str | os.PathLike[str]) -> None:
         config: the `IBuilderConfig`.
         path: the file; it need not exist.
     """
-    known = _read(Path(path))
+    path = Path(path).expanduser()
+    known = _read(path)
     cache = config.create_timing_cache(known)
     if cache is None or not config.set_timing_cache(cache, False):
-        _log.warning("the timing cache %s is of another TensorRT or GPU: it is begun anew", Path(path).name)
+        _log.warning("the timing cache %s is of another TensorRT or GPU: it is begun anew", path.name)
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
@@ -39,13 +40,14 @@ def keep_timings(config: Any, path: str | os.PathLike[str]) -> None:
     cache = config.get_timing_cache()
     if cache is None:
         return
-    meanwhile = _read(Path(path))
+    path = Path(path).expanduser()
+    meanwhile = _read(path)
     if meanwhile and (other := config.create_timing_cache(meanwhile)) is not None:
         cache.combine(other, False)
     try:
-        replace_file(Path(path), bytes(cache.serialize()))
+        replace_file(path, bytes(cache.serialize()))
     except OSError as error:
-        _log.warning("the timing cache %s cannot be written: %s", Path(path).name, error.strerror or error)
+        _log.warning("the timing cache %s cannot be written: %s", path.name, error.strerror or error)
 
 
 def _read(path: Path) -> bytes:
