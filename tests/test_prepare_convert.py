@@ -439,6 +439,10 @@ REFUSED = {
     "not_prepared": (lambda: convert_fx(fuse_fx(small_net())), "prepare_calibration_fx"),
     "converted_twice": (lambda: convert_fx(converted_for(small_net(), "tensorrt", [image()])), "converted"),
     "calibrate_a_fused_graph": (lambda: calibrate(fuse_fx(small_net()), [image()]), "prepare_calibration_fx"),
+    "calibrate_in_train_mode": (
+        lambda: calibrate(prepare_calibration_fx(small_net()).train(), [image()]),
+        "prepared.eval",
+    ),
     "strip_a_fused_graph": (lambda: strip_quantization(fuse_fx(small_net()), fuse_fx(small_net())), "not converted"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from reported_cases import image
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx, prepare_qat_fx, trace
 from fx_passes.errors import InputError, QuantizationError, StageError
@@ -322,7 +324,23 @@ class Branching(nn.Module):
         return x if self.training else x.softmax(1)
 
 
+def kept_norm(training: bool) -> nn.Module:
+    """A QAT module whose BatchNorm is folded into nothing, after a step."""
+    qat = prepare_qat_fx(sequence(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 1)))
+    steps(qat, 1)
+    return qat.train(training)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "convert_in_train_mode": (lambda: convert_fx(kept_norm(True)), StageError, "other values in eval mode"),
+    **{
+        f"asks_to_{option}": (
+            lambda option=option, value=value: prepare_qat_fx(made("residual"), qconfig={"": {option: value}}),
+            InputError,
+            f"asks for '{option}'",
+        )
+        for option, value in {"equalize": True, "smooth": 0.5, "rounding": "learned"}.items()
+    },
     "calibrate_in_train_mode": (lambda: in_state("calibrate", True)(image()), StageError, "state is 'calibrate'"),
     "validate_in_train_mode": (lambda: in_state("validate", True)(image()), StageError, "state is 'validate'"),
     "validate_before_data": (lambda: prepare_qat_fx(made("residual")).eval()(image()), StageError, "node 'x'"),
@@ -373,6 +391,38 @@ def test_copies_are_independent():
     assert torch.equal(other(image()), before)
     assert torch.equal(convert_fx(other)(image()), before)
     assert not torch.equal(qat.eval()(image()), before)
+
+
+@pytest.mark.parametrize("buffers", [True, False], ids=["averaged_buffers", "copied_buffers"])
+def test_averaged_model_converts_to_what_it_computes(buffers):
+    qat = prepare_qat_fx(made("residual"))
+    steps(qat, 1)
+    average = AveragedModel(qat, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=buffers)
+    for _ in range(2):
+        steps(qat, 1)
+        average.update_parameters(qat)
+    average.eval()
+    assert torch.equal(convert_fx(average.module)(image()), average(image()))
+    assert not torch.equal(average(image()), qat.eval()(image()))
+
+
+def test_compiled_training_gives_the_numbers_of_eager():
+    """`aot_eager` traces forward and backward as every backend does, and generates no code."""
+    qat = prepare_qat_fx(sequence(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)))
+    steps(qat, 1)
+    plain = copy.deepcopy(qat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an error would be an internal one of the compiler
+        steps(torch.compile(qat, backend="aot_eager"), 2)
+    steps(plain, 2)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(qat.state_dict()[key], value, rtol=0, atol=1e-6)
+    assert torch.equal(convert_fx(qat.eval())(image()), qat(image()))
+
+
+def test_converted_norm_that_was_kept_gives_the_validated_numbers():
+    qat = kept_norm(training=False)
+    assert torch.equal(convert_fx(qat)(image()), qat(image()))
 
 
 def test_autocast():

@@ -29,12 +29,17 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
         The number of batches.
 
     Raises:
-        StageError: not a prepared module.
+        StageError: not a prepared module, or one in train mode.
         CalibrationError: no batches, or NaN or infinity in a value, which is named.
         InputError: a batch of another type.
     """
     if not isinstance(prepared, GraphModule) or prepared.meta.get("stage") != "prepared":
         raise StageError("only a prepared module can be calibrated", hint="call prepare_calibration_fx first")
+    if prepared.training:
+        raise StageError(
+            "the prepared module is in train mode, where a BatchNorm or Dropout that was kept gives other values",
+            hint="call prepared.eval() before calibrating",
+        )
     count = 0
     with torch.no_grad():
         for batch in shown(batches) if progress else batches:

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fx_passes.effects import has_effects
 from fx_passes.errors import QuantizationError, StageError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
+from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
 from fx_passes.quantize.channels import bias_shift, keeps_channels, keeps_mean
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
@@ -48,7 +50,8 @@ def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, p
         A GraphModule that runs in PyTorch and gives the numbers of the lowered model (where its float part is fp32).
 
     Raises:
-        StageError: not a prepared module, or one that saw no data; or rounding is to be learned and there are no
+        StageError: not a prepared module, one that saw no data, or one in train mode that computes something else in
+            eval mode; or rounding is to be learned and there are no
             batches.
         QuantizationError: nothing in the model can be quantized for its target; the message says why.
 
@@ -71,6 +74,7 @@ def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, p
             f"convert_fx got a graph at stage {stage!r}",
             hint="call prepare_calibration_fx or prepare_qat_fx first, and run data through the result",
         )
+    _check_mode(gm)
     if not any(a.quantized for node in gm.graph.nodes if (a := annotation_of(node)) is not None):
         raise QuantizationError(
             f"nothing in this model can be quantized for {gm.meta['target']!r}: {_reasons(gm.graph)}",
@@ -95,6 +99,19 @@ def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, p
             gm, reference, rounded, conversion.scheme, batches, progress=progress
         )
     return gm
+
+
+def _check_mode(gm: GraphModule) -> None:
+    """Refuse a graph that goes on drawing random numbers or updating statistics because it is in train mode."""
+    for node in gm.graph.nodes if gm.training else ():
+        op = op_of(node, gm)
+        if op is None or not op.effects or not has_effects(node, gm):
+            continue
+        raise StageError(
+            "the module is in train mode, and this call gives other values in eval mode",
+            node=node,
+            hint='call eval() on it, or set_qat_state(model, "validate"), before convert_fx',
+        )
 
 
 def float_reference(prepared: GraphModule) -> GraphModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class _FakeQuantize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: int, quant_min: int, quant_max: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | int, quant_min: int, quant_max: int) -> Tensor:
         steps = x * (1.0 / scale)
         ctx.save_for_backward(steps, scale)
         ctx.limits = zero_point, quant_min, quant_max
@@ -45,12 +44,13 @@ class _FakeQuantize(torch.autograd.Function):
         grad_scale = None
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, torch.round(steps) - steps, steps.clamp(low, high))
-            weight = 1.0 / math.sqrt(steps.numel() / scale.numel() * max(high, 1))
+            reach = high.clamp_min(1) if isinstance(high, Tensor) else max(high, 1)
+            weight = (steps.numel() / scale.numel() * reach) ** -0.5
             grad_scale = (grad * slope * weight).sum_to_size(scale.shape)
         return grad * inside, grad_scale, None, None, None
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: int, scheme: QuantScheme) -> Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | int, scheme: QuantScheme) -> Tensor:
     """`x` rounded to the grid of `scale` (broadcastable to `x`) and `zero_point`, differentiable in both."""
     return _FakeQuantize.apply(x, scale, zero_point, scheme.quant_min, scheme.quant_max)
 
@@ -75,6 +75,7 @@ class FakeQuantize(nn.Module):
         self.scheme = observer.scheme
         self.state: QatState = "train"
         self.frozen = False
+        self._known = False  # the scale is not 0: read once, and not by `torch.compile` from a tensor
         if learned:
             self.scale = nn.Parameter(torch.tensor(0.0))
         else:
@@ -86,18 +87,17 @@ class FakeQuantize(nn.Module):
         if self.observer.seen_type is not None or not x.is_floating_point():
             return self.observer(x)
         if self.state == "calibrate" or (self.training and not self.frozen and not self._learning()):
-            self.observer(x)
-            self._take_range()
+            self._observe(x)
         if self.state == "calibrate":
             return x
-        if not self.calibrated:
+        if not self._is_known():
             raise StageError(
                 f"the range of {self.observer.where or self.observer.name} is not known",
                 hint='train, or run data in the state "calibrate", before validating',
             )
         if self.training:
             scale = self.scale.abs() if self.learned else self.scale
-            return fake_quantize(x.float(), scale, int(self.zero_point), self.scheme).to(x.dtype)
+            return fake_quantize(x.float(), scale, self.zero_point, self.scheme).to(x.dtype)
         return self._deployed(x)
 
     @property
@@ -115,14 +115,23 @@ class FakeQuantize(nn.Module):
         return abs(float(self.scale.detach())), int(self.zero_point)
 
     def _learning(self) -> bool:
-        return self.learned and self.calibrated
+        return self.learned and self._is_known()
 
-    def _take_range(self) -> None:
+    def _is_known(self) -> bool:
+        if not self._known:
+            self._known = self.calibrated
+        return self._known
+
+    @torch.compiler.disable
+    def _observe(self, x: Tensor) -> None:
+        """Take `x` into the range: Python that decides by values, which `torch.compile` steps over."""
+        self.observer(x)
         scale, zero_point = self.observer.qparams()
         with torch.no_grad():
             self.scale.fill_(scale)
             self.zero_point.fill_(zero_point)
 
+    @torch.compiler.disable
     def _deployed(self, x: Tensor) -> Tensor:
         """The very operators of the converted graph."""
         s, ops = self.scheme, decomposed()
@@ -134,6 +143,7 @@ class FakeQuantize(nn.Module):
         for key, value in self.state_dict(prefix=prefix).items():
             state_dict.setdefault(key, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._known = False
 
 
 def check_state(module: Any) -> None:

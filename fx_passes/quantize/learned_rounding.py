@@ -40,7 +40,7 @@ _RATE, _WEIGHT = 1e-2, 1.0
 _BATCH = 256
 _HELD_OUT = 4  # one place in so many is not learned on
 _ROWS_BYTES = 128 << 20  # of one layer's inputs
-_PLACES = 8192
+_PLACES = 4096
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def learn_rounding(
     scheme: TargetScheme,
     batches: Iterable[Any],
     *,
-    steps: int = 600,
+    steps: int = 300,
     seed: int = 0,
     memory: int = 1 << 30,
     progress: bool = False,

@@ -68,6 +68,8 @@ def prepare_qat_fx(
     Raises:
         StageError: the graph was traced in train mode, or the model computes something else in eval mode than while
             training, beyond what its layers do themselves (an `if self.training:` in a forward).
+        InputError: unknown target, or a configuration that names what is not there or what only post-training
+            quantization does.
         QuantizationError: the weight of a layer is computed by a parametrization.
 
     Example:
@@ -82,7 +84,9 @@ def prepare_qat_fx(
     gm, training = _trainable_graph(model)
     from fx_passes.fuse import fuse_fx
 
-    deployed = annotate(fuse_fx(gm), target, QConfig.of(qconfig))
+    fused, config = fuse_fx(gm), QConfig.of(qconfig)
+    _check_options(fused, config)
+    deployed = annotate(fused, target, config)
     values = quantized_values(deployed.graph)
     plan = _Plan(gm, deployed)
     fakes = {
@@ -104,6 +108,17 @@ def prepare_qat_fx(
     gm.meta.update(stage="prepared_qat", target=target)
     record_example(gm, example_inputs)
     return gm.train(training)
+
+
+def _check_options(fused: GraphModule, config: QConfig) -> None:
+    """Refuse options that only post-training quantization knows."""
+    for node, options in config.resolve(fused).items():
+        asked = {"equalize": options.equalize, "smooth": options.smooth, "rounding": options.rounding == "learned"}
+        if name := next((name for name, value in asked.items() if value), None):
+            raise InputError(
+                f"the configuration asks for '{name}' at '{node.name}' ({options.origin}), which training replaces",
+                hint=f"leave '{name}' out; to train an equalized model, give prepare_qat_fx one whose weights are",
+            )
 
 
 def set_qat_state(model: nn.Module, state: QatState) -> None:

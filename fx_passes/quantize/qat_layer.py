@@ -120,6 +120,7 @@ class QatLayer(nn.Module):
         """Scales of the folded weight, as they are deployed."""
         return self.scaling.of(weight, bias, input_scale, None if self.step is None else self.step.abs())
 
+    @torch.compiler.disable
     def _rounded(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         axis = self.scaling.axis
         step = _number(input_scale)
@@ -146,6 +147,12 @@ class QatLayer(nn.Module):
 
     def _straight_through(self, weight: Tensor, bias: Tensor | None, norm: Any, input_scale: Tensor | None) -> Tensor:
         """The weight rounded on the grid of the folded one."""
+        scale = self._grid(weight, bias, norm, input_scale)
+        return fake_quantize(weight.float(), scale, 0, self.scheme.weight).to(weight.dtype)
+
+    @torch.compiler.disable
+    def _grid(self, weight: Tensor, bias: Tensor | None, norm: Any, input_scale: Tensor | None) -> Tensor:
+        """Scales of the folded weight over the factors that folding multiplies it with, shaped like the weight."""
         step = _number(input_scale)
         with torch.no_grad():
             folded, folded_bias = self.folded(weight, bias, norm)
@@ -153,7 +160,7 @@ class QatLayer(nn.Module):
         if norm is not None:
             factor = self._spread(self._affine(norm)[0].to(weight.dtype), weight).abs()
             scale = scale / torch.where(factor == 0, torch.ones_like(factor), factor)
-        return fake_quantize(weight.float(), scale, 0, self.scheme.weight).to(weight.dtype)
+        return scale
 
     def _affine(self, norm: Any) -> tuple[Tensor, Tensor]:
         """What the BatchNorm with its running statistics does to a channel: x * factor + shift, in float64."""
