@@ -126,23 +126,38 @@ def _attribute(gm: GraphModule, node: Node) -> Any:
 def _fold(gm: GraphModule, norm: Node, uses: _Uses, report: list[tuple[str, str]]) -> None:
     affine = _affine_of(gm, norm, uses)
     layer = norm.args[0] if norm.args else bind(norm).get("input")
-    reason = affine if isinstance(affine, str) else _why_not(gm, layer, norm, affine, uses)
+    reader = norm
+    if isinstance(layer, Node) and _flattens_rows(layer, norm, gm):
+        layer, reader = layer.args[0], layer
+    reason = affine if isinstance(affine, str) else _why_not(gm, layer, reader, affine, uses)
     if reason is not None:
         report.append((norm.name, f"kept: {reason}"))
         return
     assert isinstance(layer, Node) and isinstance(affine, _Affine)
-    _guard_rank(gm, layer, norm)
+    _guard_rank(gm, layer, norm, rows=reader is not norm)
     if layer.op == "call_module":
         _fold_into_module(gm, layer, affine)
     else:
         _fold_into_function(gm, layer, affine)
-    norm.replace_all_uses_with(layer)
+    norm.replace_all_uses_with(layer if reader is norm else reader)
     gm.graph.erase_node(norm)
     report.append((norm.name, f"folded into '{layer.name}'"))
 
 
-def _why_not(gm: GraphModule, layer: Any, norm: Node, affine: _Affine, uses: _Uses) -> str | None:
-    """Why a BatchNorm cannot be folded into the node before it, or None."""
+def _flattens_rows(node: Node, norm: Node, gm: GraphModule) -> bool:
+    """Whether `node` makes the rows (N, L, C) of a linear layer (N * L, C) for `norm`, as LeViT does."""
+    op = op_of(node, gm)
+    if op is None or op.name != "flatten" or node.op == "call_module" or set(node.users) != {norm}:
+        return False
+    bound = {**dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)), **node.kwargs}
+    source = bound.get("input")
+    before = op_of(source, gm) if isinstance(source, Node) else None
+    dims = bound.get("start_dim", 0), bound.get("end_dim", -1)
+    return dims in ((0, 1), (0, -2)) and before is not None and before.name == "linear" and bool(node.args)
+
+
+def _why_not(gm: GraphModule, layer: Any, reader: Node, affine: _Affine, uses: _Uses) -> str | None:
+    """Why a BatchNorm cannot be folded into the layer that `reader` (itself or a flatten) takes, or None."""
     if not isinstance(layer, Node) or layer.op in ("placeholder", "get_attr"):
         return "there is no layer before it"
     op = op_of(layer, gm)
@@ -153,7 +168,7 @@ def _why_not(gm: GraphModule, layer: Any, norm: Node, affine: _Affine, uses: _Us
         return f"'{layer.name}' before it is no convolution or linear layer"
     if "aliased" in layer.meta:
         return f"'{layer.name}' before it: {layer.meta['aliased']}"
-    others = [user.name for user in layer.users if user is not norm and not _reads_size_only(user)]
+    others = [user.name for user in layer.users if user is not reader and not _reads_size_only(user, layer)]
     if others:
         return f"the output of '{layer.name}' is also used by '{others[0]}'"
     reason = _why_not_function(gm, layer) if module is None else _why_not_module(module, layer, uses)
@@ -162,9 +177,11 @@ def _why_not(gm: GraphModule, layer: Any, norm: Node, affine: _Affine, uses: _Us
     return reason
 
 
-def _reads_size_only(node: Node) -> bool:
-    """Whether a node asks for a shape, rank or dtype, which folding does not change."""
+def _reads_size_only(node: Node, value: Node) -> bool:
+    """Whether a node asks for a shape, rank or dtype of `value`, which folding does not change."""
     op = op_of(node)
+    if node.op == "call_method" and node.target in ("reshape_as", "view_as", "expand_as"):
+        return node.args[0] is not value
     return op is not None and op.name in ("size", "attribute", "dim", "numel", "len", "is_floating_point")
 
 
@@ -212,14 +229,17 @@ def _channels(gm: GraphModule, layer: Node) -> int:
     return _weight(gm, layer).shape[op.channel_axis] * (_groups(gm, layer) if op.channel_axis == 1 else 1)
 
 
-def _guard_rank(gm: GraphModule, layer: Node, norm: Node) -> None:
-    """BatchNorm works on axis 1, a linear layer on the last one: the same axis only if the tensor has two.
+def _guard_rank(gm: GraphModule, layer: Node, norm: Node, rows: bool) -> None:
+    """BatchNorm works on axis 1, a linear layer on the last one: the same axis only if the tensor has two, or if it has
+    three of which the first two are made one between the layers (`rows`).
 
     For `linear` on (N, L, C) with L == C (or an unbatched `conv1d`) nothing but the rank tells that folding is wrong.
     Where the graph does not prove the rank, it gets a check.
     """
     op = op_of(layer, gm)
     expected = {"linear": 2, "conv1d": 3, "conv_transpose1d": 3}.get(op.name if op else "")
+    if rows:
+        expected = 3
     if expected is None or infer_ranks(gm).get(layer) == expected:
         return
     graph = gm.graph

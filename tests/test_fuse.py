@@ -336,6 +336,25 @@ def test_parametrization_of_the_user_is_refused():
     ]
 
 
+class RowsNorm(nn.Module):
+    """timm's LinearNorm (LeViT): BatchNorm1d over the rows of a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return self.norm(x.flatten(0, 1)).reshape_as(x)
+
+
+def test_a_norm_over_the_rows_of_a_linear_layer_folds():
+    gm = check(seeded(RowsNorm()), image(2, 3, 5))
+    assert "norm" not in calls(gm)
+    with pytest.raises(AssertionError, match="3 dimensions"):  # with four, axis 1 would not be the channels
+        gm(image(2, 3, 4, 5))
+
+
 def test_linear_on_three_dimensions_is_never_wrong():
     """(N, L, C) with L == C: BatchNorm1d works on axis 1, the linear layer on axis 2."""
     model = seeded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
