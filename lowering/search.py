@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.quantize.annotation import annotation_of
-from fx_passes.quantize.convert import convert_fx, float_reference
+from fx_passes.quantize.convert import convert_fx, float_reference, rounded_to_nearest
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values
@@ -137,12 +137,15 @@ def searched(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Grap
 
     assert request.search is not None
     backend = request.backend
-    parts = segmented(convert_fx(prepared), sizes, request.partial_settings, backend.unsupported)
+    parts = segmented(convert_fx(rounded_to_nearest(prepared)), sizes, request.partial_settings, backend.unsupported)
     data = request.data if request.data else [sizes.opt.inputs()]
     gpu = request.search.on(backend.capabilities)
     placement = search_placement(prepared, parts.programs, backend.listing, data, request.search, gpu)
     placed = decide(prepared, placement.decisions)
-    graph = convert_fx(placed) if placement.int8_layers else float_reference(placed)
+    if placement.int8_layers:
+        graph = convert_fx(placed, data, progress=request.shows_progress)
+    else:
+        graph = float_reference(placed)
     graph.meta["placement"] = placement.as_dict()
     return graph
 
@@ -270,7 +273,7 @@ class _Accuracy:
     def of(self, choice: Choice) -> float:
         from lowering.compare import sqnr
 
-        placed = convert_fx(decide(self.prepared, _decisions(self.prepared, choice)))
+        placed = convert_fx(rounded_to_nearest(decide(self.prepared, _decisions(self.prepared, choice))))
         found = [measured_values(placed, batch, self.nodes) for batch in self.batches]
         return sqnr(self.expected, torch.cat(found))
 

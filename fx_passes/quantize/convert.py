@@ -29,7 +29,7 @@ from fx_passes.quantize.scheme import QuantScheme, TargetScheme, affine_qparams,
 from fx_passes.quantize.smooth import smooth
 from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
-__all__ = ["convert_fx", "float_reference", "without_observers"]
+__all__ = ["convert_fx", "float_reference", "rounded_to_nearest", "without_observers"]
 
 
 def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, progress: bool = False) -> GraphModule:
@@ -112,6 +112,15 @@ def _check_mode(gm: GraphModule) -> None:
             node=node,
             hint='call eval() on it, or set_qat_state(model, "validate"), before convert_fx',
         )
+
+
+def rounded_to_nearest(prepared: GraphModule) -> GraphModule:
+    """A copy of a prepared module that learns no rounding: for trials, of which only the best is worth learning for."""
+    gm = copy_graph_module(prepared)
+    for node in gm.graph.nodes:
+        if (annotation := annotation_of(node)) is not None:
+            node.meta["quantization"] = replace(annotation, learn_rounding=False)
+    return gm
 
 
 def float_reference(prepared: GraphModule) -> GraphModule:

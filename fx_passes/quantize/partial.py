@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fx_passes.errors import InputError, StageError
 from fx_passes.graph_module import set_submodule
-from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import arguments_of, calibrate
-from fx_passes.quantize.convert import convert_fx, float_reference
+from fx_passes.quantize.convert import convert_fx, float_reference, rounded_to_nearest
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, fused_float, observers_of, prepare_calibration_fx
 from fx_passes.quantize.qconfig import QConfig
@@ -103,10 +102,7 @@ class PartlyQuantized:
                 set_submodule(prepared, f"{OBSERVER_PREFIX}.{name}", copy.deepcopy(known[name]))
         else:
             calibrate(prepared, self.calibration)
-        for node in prepared.graph.nodes if not learn else ():
-            if (annotation := annotation_of(node)) is not None:
-                node.meta["quantization"] = replace(annotation, learn_rounding=False)
-        return convert_fx(prepared, self.calibration)
+        return convert_fx(prepared if learn else rounded_to_nearest(prepared), self.calibration)
 
 
 def _is_plumbing(node: Node) -> bool:
