@@ -71,7 +71,7 @@ def quantized(
     """`model` calibrated and converted with `options` for the whole of it."""
     prepared = prepare_calibration_fx(model, example, target=target, qconfig={"": options})
     calibrate(prepared, data)
-    return convert_fx(prepared)
+    return convert_fx(prepared, data)
 
 
 # -- digits ------------------------------------------------------------------------------------------------------------
