@@ -128,7 +128,7 @@ def _fold(gm: GraphModule, norm: Node, uses: _Uses, report: list[tuple[str, str]
     layer = norm.args[0] if norm.args else bind(norm).get("input")
     reader = norm
     if isinstance(layer, Node) and _flattens_rows(layer, norm, gm):
-        layer, reader = layer.args[0], layer
+        reader, (layer, *_) = layer, layer.all_input_nodes
     reason = affine if isinstance(affine, str) else _why_not(gm, layer, reader, affine, uses)
     if reason is not None:
         report.append((norm.name, f"kept: {reason}"))
