@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from fx_passes import convert_fx, prepare_calibration_fx
 from fx_passes.errors import CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph_module import set_submodule
+from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import call_with_batch, shown, synchronize
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.state import restored_state
@@ -101,7 +102,7 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
     not reach, or in which nothing can be int8, stays float, and its `note` says why.
 
     Raises:
-        InputError: the quantization configuration names what no child holds.
+        InputError: the quantization configuration names what no child holds, or asks for learned rounding.
         CalibrationError: NaN or infinity in a value.
     """
     configs = _configs(choice, request.qconfig)
@@ -109,6 +110,8 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
         child.path: prepare_calibration_fx(child.graph, target=request.backend.target, qconfig=configs[child.path])
         for child in choice.children
     }
+    for graph in prepared.values():
+        _refuse_learning(graph)
     reached: set[str] = set()
 
     def observed(path: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -149,6 +152,16 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
             if "NaN" in error.what or "infinity" in error.what:
                 raise
             child.note = f"float: {error.what}"
+
+
+def _refuse_learning(prepared: GraphModule) -> None:
+    for node in prepared.graph.nodes:
+        if (annotation := annotation_of(node)) is not None and annotation.learn_rounding:
+            raise InputError(
+                f"the rounding of '{node.name}' is to be learned, and the model is lowered child by child, which keeps "
+                "none of the batches that a child is called with",
+                hint='leave rounding="learned" out of the configuration, or quantize the children themselves',
+            )
 
 
 def _configs(choice: Choice, qconfig: Any) -> dict[str, QConfig]:
