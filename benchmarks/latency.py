@@ -1,8 +1,9 @@
-"""Latency on the CPU: float PyTorch, this project's int8, and ONNX Runtime in float and with its own quantizer.
+"""Latency on the CPU: float PyTorch, this project's int8, and other ways to int8, in ONNX Runtime and in OpenVINO.
 
     python -m benchmarks.latency --models ResNet-50 MobileNet-V2 --threads 1 2
 
-One process, all candidates interleaved, the same number of threads on all sides.
+One process, all candidates interleaved, the same number of threads on all sides. NNCF and OpenVINO take part where they
+are installed, `torch.compile` with --compiled (it needs a C++ compiler and some minutes).
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from benchmarks.models import CLASSIFIERS, input_of
-from benchmarks.peers import export_float, open_session, quantize_static
-from benchmarks.photographs import calibration_batches
+from benchmarks.peers import QUANTIZERS, available, export_float, installed, open_session
+from benchmarks.photographs import Batches, calibration_batches
 from benchmarks.results import publish
 from lowering import lower_to_onnx
 from lowering.timing import measure_interleaved, torch_threads
 
 EAGER = "PyTorch float, eager"
 ORT_FLOAT = "ONNX Runtime float"
-ORT_INT8 = "ONNX Runtime quantize_static"
+ORT_INT8 = "ONNX Runtime quantize_static"  # one of QUANTIZERS
 OURS = "this project, int8"
+OURS_OPENVINO = "this project, int8, in OpenVINO"
 
 
 def main() -> None:
@@ -36,11 +39,12 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compiled", action="store_true", help="torch.compile of the float model too")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(name, arguments.threads, arguments.batch, arguments.rounds, Path(folder))
+            rows += measure(name, arguments, Path(folder))
     note = (
         f"Batch {arguments.batch}; one process, interleaved, {arguments.rounds} rounds; same threads on all sides. "
         "ratio: median over rounds of this candidate's time over that of quantize_static (Q/DQ, uint8 activations, "
@@ -49,26 +53,20 @@ def main() -> None:
     publish("latency", rows, title="Latency on the CPU", note=note)
 
 
-def measure(name: str, threads: list[int], batch: int, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
+def measure(name: str, arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """One row for each thread count and candidate."""
     model = CLASSIFIERS[name]()
     spec = input_of(model)
-    example = spec.example(batch)
-    data = calibration_batches(spec, per_photograph=3, batch_size=batch)
-    float_file = export_float(model, example, folder / "float.onnx")
-    int8_file = quantize_static(float_file, data)
-    for count in threads:
+    example = spec.example(arguments.batch)
+    data = calibration_batches(spec, per_photograph=3, batch_size=arguments.batch)
+    files = {ORT_FLOAT: export_float(model, example, folder / "float.onnx")}
+    files |= {peer: quantize(files[ORT_FLOAT], data) for peer, quantize in QUANTIZERS.items() if available(peer)}
+    for count in arguments.threads:
         with torch_threads(count):
-            ours = lower_to_onnx(model, example, calibration=data)
-            timings = measure_interleaved(
-                {
-                    EAGER: partial(model, example),
-                    ORT_FLOAT: raw_call(float_file, count, example),
-                    ORT_INT8: raw_call(int8_file, count, example),
-                    OURS: partial(ours, example),
-                },
-                rounds=rounds,
-            )
+            calls = candidates(model, example, data, files, count)
+            if arguments.compiled:
+                calls["PyTorch float, compiled"] = partial(torch.compile(model), example)
+            timings = measure_interleaved(calls, rounds=arguments.rounds)
         for run, timing in timings.items():
             low, high = timing.quartiles
             yield {
@@ -83,11 +81,39 @@ def measure(name: str, threads: list[int], batch: int, rounds: int, folder: Path
             }
 
 
+def candidates(
+    model: nn.Module, example: Tensor, data: Batches, files: dict[str, Path], threads: int
+) -> dict[str, Callable[[], Any]]:
+    """Name to one call."""
+    calls: dict[str, Callable[[], Any]] = {EAGER: partial(model, example)}
+    calls |= {name: raw_call(file, threads, example) for name, file in files.items()}
+    calls[OURS] = partial(lower_to_onnx(model, example, calibration=data), example)
+    if installed("openvino"):
+        calls |= {
+            f"{name}, in OpenVINO": openvino_call(file, threads, example)
+            for name, file in files.items()
+            if name in QUANTIZERS
+        }
+        lowered = lower_to_onnx(model, example, calibration=data, runtime="openvino")
+        calls[OURS_OPENVINO] = partial(lowered, example)
+    return calls
+
+
 def raw_call(file: Path, threads: int, example: Tensor) -> Callable[[], Any]:
     """One call of a session with NumPy in and out, nothing around it."""
     session = open_session(file, threads)
     feed = {session.get_inputs()[0].name: example.numpy()}
     return lambda: session.run(None, feed)
+
+
+def openvino_call(file: Path, threads: int, example: Tensor) -> Callable[[], Any]:
+    """The same in OpenVINO, told to answer one request as fast as it can."""
+    import openvino
+
+    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+    compiled = openvino.Core().compile_model(str(file), "CPU", options)
+    request, pixels = compiled.create_infer_request(), example.numpy()
+    return lambda: request.infer([pixels], share_inputs=True, share_outputs=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["QUANTIZERS", "available", "export_float", "nncf", "open_session", "quantize_static", "session_call"]
+__all__ = [
+    "QUANTIZERS",
+    "available",
+    "export_float",
+    "installed",
+    "nncf",
+    "open_session",
+    "quantize_static",
+    "session_call",
+]
 
 
 def export_float(model: nn.Module, example: Tensor, file: Path) -> Path:
@@ -84,7 +93,12 @@ QUANTIZERS: dict[str, Callable[[Path, Iterable[Tensor]], Path]] = {
 
 def available(name: str) -> bool:
     """Whether the package behind one of `QUANTIZERS` is installed."""
-    return importlib.util.find_spec("nncf" if name == "NNCF" else "onnxruntime") is not None
+    return installed("nncf" if name == "NNCF" else "onnxruntime")
+
+
+def installed(package: str) -> bool:
+    """Whether `import package` would find something."""
+    return importlib.util.find_spec(package) is not None
 
 
 def open_session(file: Path, threads: int) -> Any:
