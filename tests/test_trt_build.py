@@ -188,6 +188,11 @@ def test_unknown_capability(name) -> None:
         capabilities.parse_capability(name)
 
 
+def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"'Voodoo2'(?s:.*)\"RTX 4090\".*a100.*rtx 50.*turing"):
+        capabilities.parse_capability("Voodoo2")
+
+
 def test_capabilities_in_order_and_once() -> None:
     assert capabilities.resolve_capabilities(["12.0", "RTX 4090", "8.9", (8, 6)]) == ("8.6", "8.9", "12.0")
     assert capabilities.resolve_capabilities((8, 9)) == ("8.9",)

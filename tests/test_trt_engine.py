@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from trt_checks import aten_program, eager
-from trt_fake import FakeCapturer, FakeEngine, Range, fake_module
+from trt_fake import FakeCapturer, FakeEngine, FakeStreams, Range, fake_module
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError, LoweringError
 from lowering.trt import bindings, runtime
@@ -34,10 +34,11 @@ STREAM = 4711
 def make(monkeypatch):
     """Builds a runner over a fake engine with the given profile ranges."""
 
-    def build(*ranges: Range, outputs=("p", "q"), stream=lambda device: STREAM, **options):
+    def build(*ranges: Range, outputs=("p", "q"), host=(), **options):
         engine = FakeEngine(list(ranges) or [((1, 3), (4, 3))])
+        engine.host.update(host)
         monkeypatch.setattr(runtime, "trt", fake_module(engine, b"plan"))
-        return EngineRunner(b"plan", ["a", "b"], outputs, CPU, stream, **options), engine
+        return EngineRunner(b"plan", ["a", "b"], outputs, CPU, FakeStreams(STREAM), **options), engine
 
     return build
 
@@ -101,6 +102,26 @@ def test_profile_by_size_each_with_a_context_of_its_own(make) -> None:
     runner(torch.ones(5, 3), torch.ones(5, 3))
     runner(torch.ones(8, 3), torch.ones(8, 3))
     assert [context.calls[0] for context in engine.contexts] == [("profile", 0, STREAM), ("profile", 1, STREAM)]
+
+
+def test_another_stream_waits_for_the_last_run_of_the_context(make) -> None:
+    """Two runs of one context share its scratch memory, so they must not overlap."""
+    runner, engine = make(((1, 3), (2, 3)), ((3, 3), (8, 3)))
+    runner(torch.ones(2, 3), torch.ones(2, 3))
+    runner.streams.stream = 12
+    runner(torch.ones(5, 3), torch.ones(5, 3))  # another context
+    assert runner.streams.waits == []
+    runner(torch.ones(2, 3), torch.ones(2, 3))
+    runner(torch.ones(2, 3), torch.ones(2, 3))
+    assert runner.streams.waits == [(12, STREAM)]
+    assert [call for call in engine.contexts[0].calls if call[0] == "run"] == [("run", s) for s in (STREAM, 12, 12)]
+    assert runner.streams.finished == [STREAM, 12]  # once for each context, when its profile was set
+
+
+@pytest.mark.parametrize("name", ["a", "q"])
+def test_a_binding_in_host_memory_is_refused(make, name: str) -> None:
+    with pytest.raises(LoweringError, match=f"'{name}' of this engine lies in host memory"):
+        make(host=[name])
 
 
 def test_beyond_the_profiles_raises_and_runs_nothing(make) -> None:
@@ -186,7 +207,7 @@ def test_output_whose_size_depends_on_the_data(make) -> None:
 def test_engine_that_cannot_be_loaded_says_what_it_is_and_why(make) -> None:
     make()
     with pytest.raises(BackendUnavailableError, match=r"cannot load.*made by another version\n.*RTX 1\.7 \(for 8\.9\)"):
-        EngineRunner(b"other", ["a", "b"], ["p"], CPU, lambda d: STREAM, described="the engine is RTX 1.7 (for 8.9)")
+        EngineRunner(b"other", ["a", "b"], ["p"], CPU, FakeStreams(STREAM), described="the engine is RTX 1.7 (for 8.9)")
 
 
 def test_native_graphs_are_a_setting_of_the_context(make) -> None:
@@ -200,11 +221,10 @@ def test_native_graphs_are_a_setting_of_the_context(make) -> None:
 
 @pytest.fixture
 def graphed(make):
-    """A graphed runner, its fake engine, its fake CUDA, and the box that holds the current stream."""
-    stream = [STREAM]
-    runner, engine = make(((1, 3), (2, 3)), ((3, 3), (32, 3)), stream=lambda device: stream[0])
+    """A graphed runner, its fake engine, its fake CUDA, and its streams."""
+    runner, engine = make(((1, 3), (2, 3)), ((3, 3), (32, 3)))
     capturer = FakeCapturer(engine)
-    return GraphedRunner(runner, capturer), engine, capturer, stream
+    return GraphedRunner(runner, capturer), engine, capturer, runner.streams
 
 
 def _ask(run, rows: int) -> None:
@@ -235,9 +255,9 @@ def test_results_of_a_graph_are_the_callers_own(graphed) -> None:
 
 
 def test_another_stream_drops_the_graphs_after_their_work(graphed) -> None:
-    run, _, capturer, stream = graphed
+    run, _, capturer, streams = graphed
     _ask(run, 2)
-    stream[0] = 12
+    streams.stream = 12
     _ask(run, 2)
     assert capturer.captures == 2
     assert capturer.synchronized == [STREAM]
@@ -506,6 +526,22 @@ def test_on_a_gpu_on_a_stream_of_the_callers(engine: TrtEngine, model: nn.Module
         (found,) = engine(on_device)
     stream.synchronize()
     torch.testing.assert_close(found.cpu(), eager(model, image)[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True], ids=["plain", "graphs"])
+def test_on_a_gpu_changing_streams_without_waiting(engine: TrtEngine, model: nn.Module, cuda_graphs: bool) -> None:
+    module = TrtEngine(engine.engines, None, engine.inputs, engine.outputs, cuda_graphs=cuda_graphs)
+    images = [torch.randn(4, 3, 12, 12) for _ in range(8)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for index, image in enumerate(images):
+        with torch.cuda.stream(streams[index % 2]):
+            found.append(module(image.cuda())[0])
+    torch.cuda.synchronize()
+    for image, result in zip(images, found, strict=True):
+        torch.testing.assert_close(result.cpu(), eager(model, image)[0], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

@@ -43,14 +43,22 @@ RECEIVERS = {
     "cache": "ITimingCache",
     "definition": "INetworkDefinition",
 }
-CALLERS = ("trt/build.py", "trt/runtime.py", "trt/graphs.py", "trt/timing_cache.py", "trt/network.py")
+CALLERS = (
+    "trt/build.py",
+    "trt/runtime.py",
+    "trt/graphs.py",
+    "trt/timing_cache.py",
+    "trt/network.py",
+    "tensorrt_file.py",
+)
 DATA = json.loads((Path(__file__).parent / "data" / "tensorrt_names.json").read_text(encoding="utf-8"))
 # only RTX is told what to build for; on TensorRT the code path is not reached
 RTX_ONLY = ("ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability")
 
 
 def sources() -> list[Path]:
-    return sorted(p for p in FOLDER.rglob("*.py") if "reference" not in p.relative_to(FOLDER).parts)
+    own = sorted(p for p in FOLDER.rglob("*.py") if "reference" not in p.relative_to(FOLDER).parts)
+    return [*own, FOLDER.parent / "onnx" / "tensorrt_file.py"]
 
 
 def dotted(node: ast.AST) -> list[str] | None:

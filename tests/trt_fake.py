@@ -114,6 +114,7 @@ class FakeEngine:
         self.contexts: list[FakeContext] = []
         self.refuses: set[str] = set()
         self.data_dependent: set[str] = set()
+        self.host: set[str] = set()
         self.num_optimization_profiles = len(ranges)
         self.recorder: list[Callable[[], None]] | None = None
 
@@ -141,6 +142,9 @@ class FakeEngine:
     def get_tensor_dtype(self, name: str) -> Any:
         return bindings.trt.float32
 
+    def get_tensor_location(self, name: str) -> Any:
+        return "HOST" if name in self.host else "DEVICE"
+
 
 def fake_module(engine: FakeEngine, data: bytes) -> type:
     """What `lowering.trt.runtime` uses of the package; only `data` can be deserialized."""
@@ -159,6 +163,9 @@ def fake_module(engine: FakeEngine, data: bytes) -> type:
         def __init__(self) -> None:
             self.made = True
 
+    class TensorLocation:
+        DEVICE, HOST = "DEVICE", "HOST"
+
     class CudaGraphStrategy:
         WHOLE_GRAPH_CAPTURE = "WHOLE_GRAPH_CAPTURE"
 
@@ -166,9 +173,26 @@ def fake_module(engine: FakeEngine, data: bytes) -> type:
         "Runtime": Runtime,
         "IOutputAllocator": IOutputAllocator,
         "CudaGraphStrategy": CudaGraphStrategy,
+        "TensorLocation": TensorLocation,
         "float32": bindings.trt.float32,
     }
     return type("FakeTensorRT", (), names)
+
+
+class FakeStreams:
+    """A current stream that a test can change, and a record of what waited for what."""
+
+    def __init__(self, stream: int):
+        self.stream, self.waits, self.finished = stream, [], []
+
+    def current(self, device: torch.device) -> int:
+        return self.stream
+
+    def wait_for(self, device: torch.device, stream: int) -> None:
+        self.waits.append((self.stream, stream))
+
+    def finish(self, device: torch.device) -> None:
+        self.finished.append(self.stream)
 
 
 class FakeCapturer:

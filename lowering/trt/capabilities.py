@@ -76,7 +76,9 @@ def parse_capability(name: Any) -> str:
         return f"{int(match[1])}.{match[2]}"
     known = gpu_capability(text)
     if known is None:
-        raise InputError(f"unknown compute capability {name!r}", hint='write it like "8.9", "sm89" or "RTX 4090"')
+        names = ", ".join(sorted(_GPUS))
+        hint = f'write it like "8.9", "sm89" or "RTX 4090"; of the names of GPUs these are known: {names}'
+        raise InputError(f"unknown compute capability {name!r}", hint=hint)
     return known
 
 

@@ -19,7 +19,7 @@ from lowering.trt import bindings
 from lowering.trt.build import Engine
 from lowering.trt.graphs import GraphedRunner, TorchCapturer
 from lowering.trt.reference import ReferenceNetwork, store
-from lowering.trt.runtime import EngineRunner
+from lowering.trt.runtime import EngineRunner, TorchStreams
 from lowering.trt.targets import EngineTarget, fitting
 
 __all__ = ["EngineFile", "TrtEngine"]
@@ -113,7 +113,7 @@ class TrtEngine(nn.Module):
             [spec.name for spec in self.inputs],
             self.outputs,
             device,
-            _current_stream,
+            TorchStreams(),
             native_graphs=native,
             described=f"the engine is {chosen.target}; the GPU is {name}, compute capability {capability}",
         )
@@ -198,7 +198,6 @@ class TrtEngine(nn.Module):
 
         Raises:
             ArtifactError: a file is missing, or the record is damaged.
-            BackendUnavailableError: this machine has a GPU, and none of the engines fits it.
         """
         for needed in cls.artifact_needs(name, record):
             if not (folder / needed).is_file():
@@ -255,7 +254,3 @@ def _fits(x: Tensor, smallest: Sequence[int], largest: Sequence[int]) -> bool:
     return x.dim() == len(smallest) and all(
         lo <= size <= hi for lo, size, hi in zip(smallest, x.shape, largest, strict=True)
     )
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream

@@ -112,7 +112,7 @@ class GraphedRunner:
         captured = self._captured()
         if self._capturer.capturing() or shapes in captured.uncapturable:
             return self.runner(*inputs)
-        stream = self.runner.current_stream(self.runner.device)
+        stream = self.runner.streams.current(self.runner.device)
         if captured.stream != stream:
             self._drop(captured, len(captured.graphs))
             captured.stream = stream

@@ -2,7 +2,8 @@
 
 No host copies: TensorRT reads torch's device memory and writes into tensors that torch allocated, on the caller's
 current stream. Each thread has its own execution contexts, one per optimization profile, because a context may hold
-one call at a time and switching its profile would wait for the work in flight.
+one call at a time and switching its profile would wait for the work in flight. If the caller goes on to another stream,
+that one first waits for the last run of the context, whose scratch memory it is going to use.
 
 Torch's allocator gives freed memory to later work of the same stream only, so what a call needs may be dropped as soon
 as it is enqueued. A tensor made on another stream needs `record_stream`, as for any kernel.
@@ -11,9 +12,9 @@ as it is enqueued. A tensor made on another stream needs `record_stream`, as for
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
 from lowering.trt.bindings import BuilderLog, collect_log, logger, torch_dtype, trt
 
-__all__ = ["Binding", "EngineRunner", "enqueue"]
+__all__ = ["Binding", "EngineRunner", "Streams", "TorchStreams", "enqueue"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,43 @@ class Binding:
     ranges: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
+class Streams(Protocol):
+    """What is needed of CUDA's streams."""
+
+    def current(self, device: torch.device) -> int:
+        """The raw handle of this thread's current stream."""
+
+    def wait_for(self, device: torch.device, stream: int) -> None:
+        """Let later work of the current stream wait for what has been enqueued on another one."""
+
+    def finish(self, device: torch.device) -> None:
+        """Wait for the current stream on the host."""
+
+
+class TorchStreams:
+    """The streams of `torch.cuda`."""
+
+    def current(self, device: torch.device) -> int:
+        """The raw handle of this thread's current stream."""
+        return torch.cuda.current_stream(device).cuda_stream
+
+    def wait_for(self, device: torch.device, stream: int) -> None:
+        """Let later work of the current stream wait for what has been enqueued on another one."""
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(stream, device=device))
+
+    def finish(self, device: torch.device) -> None:
+        """Wait for the current stream on the host."""
+        torch.cuda.current_stream(device).synchronize()
+
+
+@dataclass
+class _InUse:
+    """An execution context and the stream that it was last used on."""
+
+    context: Any
+    stream: int
+
+
 class EngineRunner:
     """A deserialized engine.
 
@@ -49,7 +87,7 @@ class EngineRunner:
         inputs: names of the inputs in the caller's order.
         outputs: names of the outputs in the caller's order.
         device: where it runs.
-        current_stream: gives the raw CUDA stream to enqueue on.
+        streams: the raw CUDA stream to enqueue on, and waiting for another one.
         native_graphs: let the runtime capture and replay CUDA graphs by itself (TensorRT-RTX).
         described: what the engine was built for and where it is loaded, for error messages.
 
@@ -63,12 +101,12 @@ class EngineRunner:
         inputs: Sequence[str],
         outputs: Sequence[str],
         device: torch.device,
-        current_stream: Callable[[torch.device], int],
+        streams: Streams,
         *,
         native_graphs: bool = False,
         described: str = "",
     ):
-        self.device, self.current_stream, self._native_graphs = device, current_stream, native_graphs
+        self.device, self.streams, self._native_graphs = device, streams, native_graphs
         with collect_log() as log:
             self._runtime = trt.Runtime(logger())
             self._engine = self._runtime.deserialize_cuda_engine(data)
@@ -87,6 +125,11 @@ class EngineRunner:
             for profile in range(self._engine.num_optimization_profiles):
                 smallest, _, largest = self._engine.get_tensor_profile_shape(name, profile)
                 ranges.append((tuple(smallest), tuple(largest)))
+        if self._engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
+            raise LoweringError(
+                f"'{name}' of this engine lies in host memory: its values are sizes",
+                hint="keep what computes sizes from values in Python with wrap()",
+            )
         shape = tuple(self._engine.get_tensor_shape(name))
         return Binding(name, torch_dtype(self._engine.get_tensor_dtype(name)), shape, tuple(ranges))
 
@@ -104,7 +147,7 @@ class EngineRunner:
             LoweringError: TensorRT does not enqueue the run.
         """
         profile = self.profile(inputs)
-        stream = self.current_stream(self.device)
+        stream = self.streams.current(self.device)
         try:
             return enqueue(self.context(profile, stream), self.inputs, self.outputs, inputs, stream)
         except LoweringError:
@@ -142,6 +185,7 @@ class EngineRunner:
                 )
             if self._engine.num_optimization_profiles > 1:
                 _demand(context.set_optimization_profile_async(profile, stream), log, f"profile {profile}")
+                self.streams.finish(self.device)  # TensorRT leaves it to the caller to order what it copies for that
         return context
 
     def _configuration(self) -> tuple[Any, ...]:
@@ -152,13 +196,17 @@ class EngineRunner:
         return (configuration,)
 
     def context(self, profile: int, stream: int) -> Any:
-        """This thread's execution context for a profile."""
+        """This thread's execution context for a profile, ready to be used on a stream."""
         contexts = self._contexts()
         if profile not in contexts:
-            contexts[profile] = self.new_context(profile, stream)
-        return contexts[profile]
+            contexts[profile] = _InUse(self.new_context(profile, stream), stream)
+        held = contexts[profile]
+        if held.stream != stream:
+            self.streams.wait_for(self.device, held.stream)
+            held.stream = stream
+        return held.context
 
-    def _contexts(self) -> dict[int, Any]:
+    def _contexts(self) -> dict[int, _InUse]:
         return self._threads.__dict__.setdefault("contexts", {})
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
