@@ -91,6 +91,7 @@ class Placement:
         float_floor: of the engine without int8.
         full_floor: of the engine with int8 wherever the target's rules allow it.
         sqnr_db: of the outputs as placed, against the float model; infinite without int8.
+        limit_db: what it had to be.
         builds: engines that were built.
     """
 
@@ -100,6 +101,7 @@ class Placement:
     float_floor: Floor
     full_floor: Floor
     sqnr_db: float
+    limit_db: float
     builds: int
 
     @property
@@ -110,7 +112,7 @@ class Placement:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as reports hold it."""
         return {
-            **{key: getattr(self, key) for key in ("gpu", "builds", "int8_layers")},
+            **{key: getattr(self, key) for key in ("gpu", "builds", "int8_layers", "limit_db")},
             "sqnr_db": None if math.isinf(self.sqnr_db) else self.sqnr_db,
             "layers": len(self.decisions),
             "floors": {
@@ -156,7 +158,9 @@ def placement_text(placement: Mapping[str, Any], float_type: str) -> list[str]:
     others = f"{floors['float']} us in {float_type}, {floors['int8 wherever possible']} us with int8 wherever possible"
     start = f"Placement searched for {placement['gpu']}, {placement['builds']} engines built: "
     if not placement["int8_layers"]:
-        return [f"{start}int8 does not lower the roofline floor (a floor, no measurement): {others}"]
+        noisy = any(decision["reason"].startswith("with it") for decision in placement["decisions"].values())
+        within = f" within {placement['limit_db']:g} dB" if noisy else ""
+        return [f"{start}int8 does not lower the roofline floor{within} (a floor, no measurement): {others}"]
     return [
         f"{start}{placement['int8_layers']} of {placement['layers']} layers in int8, outputs at "
         f"{placement['sqnr_db']:.1f} dB; roofline floor (no measurement) {floors['placed']} us; {others}"
@@ -190,21 +194,31 @@ def search_placement(
     engines = Engines(programs, listing, gpu)
     units = with_gains(units_of(prepared, layer_errors(prepared, batches[0])), engines)
     fastest = _lowest_floor(units, engines, wish.builds)
-    kept, sqnr = _within_limit(fastest, _Accuracy(prepared, batches), wish.sqnr_db)
-    nothing, everything, floor = engines.floor({}), engines.floor(choice_of(units)), engines.floor(choice_of(kept))
-    if floor.total_us >= nothing.total_us:
-        kept, sqnr, floor = [], math.inf, nothing
+    accuracy = _Accuracy(prepared, batches)
+    allowed = _within_limit(fastest, accuracy, wish.sqnr_db)
+    # Fewer units than the fastest placement has need not gain together what they gain in it.
+    kept = min((allowed, [unit for unit in allowed if unit.gain > 0.0], []), key=lambda some: _total(engines, some))
+    noisy = f"with it the outputs are less than {wish.sqnr_db:g} dB above the noise"
+    no_gain, gains = (f"int8 {does} the roofline floor on {gpu.name}" for does in ("does not lower", "lowers"))
     decisions = {}
     for unit in units:
-        if unit in kept:
-            reason = f"int8 lowers the roofline floor on {gpu.name}"
-        elif unit in fastest and kept:
-            reason = f"with it the outputs are less than {wish.sqnr_db:g} dB above the noise"
-        else:
-            reason = f"int8 does not lower the roofline floor on {gpu.name}"
+        reason = gains if unit in kept else noisy if unit in fastest and unit not in allowed else no_gain
         for name, form in unit.layers.items():
             decisions[name] = Decision(unit in kept, reason, form if unit in kept else None)
-    return Placement(gpu.name, decisions, floor, nothing, everything, sqnr, engines.builds)
+    return Placement(
+        gpu.name,
+        decisions,
+        floor=engines.floor(choice_of(kept)),
+        float_floor=engines.floor({}),
+        full_floor=engines.floor(choice_of(units)),
+        sqnr_db=accuracy.of(choice_of(kept)) if kept else math.inf,
+        limit_db=wish.sqnr_db,
+        builds=engines.builds,
+    )
+
+
+def _total(engines: Engines, units: Sequence[Unit]) -> float:
+    return engines.floor(choice_of(units)).total_us
 
 
 def _enough(data: Iterable[Any], samples: int) -> list[Any]:
@@ -243,22 +257,21 @@ def _lowest_floor(units: Sequence[Unit], engines: Engines, builds: int) -> list[
     return members(best)
 
 
-def _within_limit(chosen: Sequence[Unit], accuracy: _Accuracy, limit: float) -> tuple[list[Unit], float]:
-    """As many of the chosen units as the limit allows, those with the most gain for their noise first; and their SQNR.
+def _within_limit(chosen: Sequence[Unit], accuracy: _Accuracy, limit: float) -> list[Unit]:
+    """As many of the chosen units as the limit allows, those with the most gain for their noise first.
 
     More units are taken to mean more noise, so that their number is found by bisection.
     """
     ranked = sorted(chosen, key=lambda unit: unit.gain / max(unit.noise, 1e-30), reverse=True)
-    low, high, best = 0, len(ranked), math.inf
-    middle = high
+    low = 0
+    middle = high = len(ranked)
     while low < high:
-        sqnr = accuracy.of(choice_of(ranked[:middle]))
-        if sqnr >= limit:
-            low, best = middle, sqnr
+        if accuracy.of(choice_of(ranked[:middle])) >= limit:
+            low = middle
         else:
             high = middle - 1
         middle = (low + high + 1) // 2
-    return ranked[:low], best
+    return ranked[:low]
 
 
 class _Accuracy:
@@ -268,14 +281,18 @@ class _Accuracy:
         self.prepared, self.batches = prepared, batches
         reference = float_reference(prepared)
         self.nodes = measured_nodes(reference.graph)
+        self._found: dict[frozenset[Any], float] = {}
         self.expected = torch.cat([measured_values(reference, batch, self.nodes) for batch in batches])
 
     def of(self, choice: Choice) -> float:
         from lowering.compare import sqnr
 
-        placed = convert_fx(rounded_to_nearest(decide(self.prepared, _decisions(self.prepared, choice))))
-        found = [measured_values(placed, batch, self.nodes) for batch in self.batches]
-        return sqnr(self.expected, torch.cat(found))
+        key = frozenset(choice.items())
+        if key not in self._found:
+            placed = convert_fx(rounded_to_nearest(decide(self.prepared, _decisions(self.prepared, choice))))
+            found = [measured_values(placed, batch, self.nodes) for batch in self.batches]
+            self._found[key] = sqnr(self.expected, torch.cat(found))
+        return self._found[key]
 
 
 def _decisions(prepared: GraphModule, choice: Choice) -> dict[str, Decision]:

@@ -22,7 +22,7 @@ from lowering import lower_to_trt
 from lowering.cli_options import Target
 from lowering.compare import sqnr
 from lowering.roofline import gpu_named
-from lowering.search import PlacementSearch, search_placement, widened
+from lowering.search import PlacementSearch, placement_text, search_placement, widened
 
 IMAGES = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(0))
 # Little bandwidth: 2.4 MB of weights take 8.7 us from its memory in int8, and twice that in fp16; a launch takes 2 us.
@@ -158,6 +158,10 @@ def test_the_noise_limit_takes_layers_back() -> None:
     assert reasons == {f"with it the outputs are less than {limit:g} dB above the noise"}
     none, _ = search(gains, PlacementSearch(gpu="RTX 4060", builds=6, samples=2, sqnr_db=200.0))
     assert none.int8_layers == 0
+    assert {decision.reason for decision in none.decisions.values()} == {
+        "with it the outputs are less than 200 dB above the noise"
+    }
+    assert "does not lower the roofline floor within 200 dB" in placement_text(none.as_dict(), "fp16")[0]
 
 
 def test_no_more_engines_than_allowed_and_the_same_each_time() -> None:
