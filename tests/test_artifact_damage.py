@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,27 @@ def saved(tmp_path_factory) -> Path:
     return lower_to_onnx(Net(), IMAGES, precision="fp32").save(tmp_path_factory.mktemp("onnx") / "artifact")
 
 
+class Root(nn.Module):
+    """Stays Python itself: what it does depends on the values."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+
+    def forward(self, x):
+        y = self.body(x)
+        return y.flatten(1) if y.sum() > 1e6 else y * 2
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory) -> Path:
+    """An artifact of a model that stays Python and has a lowered child."""
+    lowered = lower_to_onnx(Root(), IMAGES, precision="fp32")
+    assert lowered.details["capture"]["route"] == "children"
+    return lowered.save(tmp_path_factory.mktemp("children") / "artifact")
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Path:
     """An artifact of one TensorRT engine."""
@@ -84,12 +106,13 @@ def lie(tmp_path):
     return make
 
 
-def test_the_undamaged_artifact_loads(saved, engines):
+def test_the_undamaged_artifact_loads(saved, engines, children):
     expected, got = Net()(IMAGES), _load(saved)(IMAGES)
     torch.testing.assert_close(got["rows"], expected["rows"], rtol=1e-4, atol=1e-4)
     assert torch.equal(got["best"], expected["best"])
     assert got["size"] == 2
     assert load(engines).simulate(IMAGES).shape == (2, 2)
+    torch.testing.assert_close(load(children, model=Root())(IMAGES), Root()(IMAGES), rtol=1e-4, atol=1e-4)
 
 
 # -- names that would be code ---------------------------------------------------------------------------------------
@@ -350,7 +373,7 @@ def _change(manifest: dict[str, Any], path: tuple, how: str, new: Any) -> None:
         holder[str(new)[:10]] = holder.pop(path[-1])
 
 
-@pytest.mark.parametrize("source", ["saved", "engines"])
+@pytest.mark.parametrize("source", ["saved", "engines", "children"])
 def test_no_damage_gives_another_kind_of_error(source, request, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(request.getfixturevalue(source), folder)
@@ -358,9 +381,10 @@ def test_no_damage_gives_another_kind_of_error(source, request, tmp_path):
     # the digests are checked above, and the operators' reports are many and alike
     paths = [p for p in _paths(original) if p and p[0] != "files" and not {"ops", "rows"} & set(map(str, p))]
     outcomes = {"refused": 0, "loaded": 0}
+    readers = {"saved": _load, "engines": load, "children": partial(load, model=Root())}
 
     @settings(
-        max_examples=100,
+        max_examples=70,
         deadline=None,
         derandomize=True,
         database=None,
@@ -382,7 +406,7 @@ def test_no_damage_gives_another_kind_of_error(source, request, tmp_path):
                 continue
         (folder / "manifest.json").write_text(json.dumps(manifest))
         try:
-            _load(folder) if source == "saved" else load(folder)
+            readers[source](folder)
             outcomes["loaded"] += 1
         except LoweringError:
             outcomes["refused"] += 1

@@ -140,3 +140,25 @@ def test_a_damaged_source_changes_nothing(artifacts, base, tmp_path):
     with pytest.raises(ArtifactError):
         merge(base, other)
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+class Root(nn.Module):
+    """Stays Python itself: what it does depends on the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x):
+        y = self.body(x)
+        return y.flatten(1) if y.sum() > 1e6 else y * 2
+
+
+def test_lowered_children_are_merged_too(tmp_path):
+    for name, capability in (("a", None), ("b", "8.9")):
+        lowered = lower_to_trt(Root(), IMAGE, precision="fp32", compute_capabilities=capability)
+        lowered.save(tmp_path / name)
+    merged = load(merge(tmp_path / "a", tmp_path / "b"), model=Root())
+    (segment,) = merged.backend_segments()
+    assert [file.target.compute_capabilities for file in segment.backend.engines] == [None, ("8.9",)]
+    torch.testing.assert_close(merged.simulate(IMAGE), Root()(IMAGE), rtol=1e-4, atol=1e-4)
