@@ -187,6 +187,24 @@ def test_weight_of_several_calls_keeps_the_nearest_rounding():
     assert [item.name for item in converted.meta["rounding_report"]] == ["once"]
 
 
+def test_values_without_a_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(0), nn.Linear(8, 4)).eval()
+    alone = [image[0] for image in images()]
+    converted = convert_fx(calibrated(model, "tensorrt", batches=alone), alone)
+    assert [item.name for item in converted.meta["rounding_report"]] == ["_0", "_4"]
+    assert (converted(alone[0]) - model(alone[0])).abs().max() < 0.02
+
+
+def test_batches_that_hold_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    some = [images()[0][:0], *images()]
+    prepared = calibrated(model, "tensorrt", batches=some)
+    assert len(convert_fx(prepared, some).meta["rounding_report"]) == 2
+    assert convert_fx(prepared, some[:1]).meta["rounding_report"] == []
+
+
 def test_configuration_says_which_layers_learn():
     converted = convert_fx(calibrated(net(), "tensorrt", {nn.Linear: {"rounding": "learned"}}), images())
     assert [item.name for item in converted.meta["rounding_report"]] == ["head"]

@@ -27,7 +27,14 @@ from fx_passes.graph_module import set_buffer
 from fx_passes.quantize.layer import Layer
 from fx_passes.quantize.lockstep import SteppedRun, batches_that_fit
 from fx_passes.quantize.pairs import fits_pairs
-from fx_passes.quantize.patches import bias_free_targets, input_rows, output_places, weight_of_rows, weight_rows
+from fx_passes.quantize.patches import (
+    bias_free_targets,
+    input_rows,
+    output_places,
+    weight_of_rows,
+    weight_rows,
+    with_batch,
+)
 from fx_passes.quantize.scheme import TargetScheme
 from fx_passes.quantize.weights import integer_bias, spread_scale
 
@@ -132,12 +139,13 @@ def learn_rounding(
             floats.advance(there[item.name].next)
             quantized.advance(node)
             problem = _problem(item.layer, quantized.values(_input(node)), floats.values(there[item.name]), generator)
-            rounding = _Rounding(item, scheme, problem)
-            report.append(rounding.learn(steps, generator))
-            rounding.store(converted)
-            for changed in node.args[1:3]:
-                if isinstance(changed, Node):
-                    quantized.renew(changed)
+            if problem is not None:
+                rounding = _Rounding(item, scheme, problem)
+                report.append(rounding.learn(steps, generator))
+                rounding.store(converted)
+                for changed in node.args[1:3]:
+                    if isinstance(changed, Node):
+                        quantized.renew(changed)
             advance(item.name)
     return report
 
@@ -154,12 +162,16 @@ class _Problem:
     split: int
 
 
-def _problem(layer: Layer, inputs: list[Tensor], outputs: list[Tensor], generator: torch.Generator) -> _Problem:
+def _problem(layer: Layer, inputs: list[Tensor], outputs: list[Tensor], generator: torch.Generator) -> _Problem | None:
+    """None if no batch gives the layer anything to compute."""
+    pairs = [(with_batch(layer, x), with_batch(layer, y)) for x, y in zip(inputs, outputs, strict=True) if y.numel()]
+    if not pairs:
+        return None
     row_bytes = 4 * layer.products * layer.groups
-    count = -(-max(_BATCH, min(_PLACES, _ROWS_BYTES // row_bytes)) // len(inputs))
+    count = -(-max(_BATCH, min(_PLACES, _ROWS_BYTES // row_bytes)) // len(pairs))
     rows, targets, samples = [], [], []
     before = 0
-    for x, y in zip(inputs, outputs, strict=True):
+    for x, y in pairs:
         places = output_places(layer, y, count, generator)
         rows.append(input_rows(layer, x.float(), places))
         targets.append(bias_free_targets(layer, y.float(), places))
@@ -168,7 +180,7 @@ def _problem(layer: Layer, inputs: list[Tensor], outputs: list[Tensor], generato
     # Neighbouring places of one sample are alike: whole samples are held out, where there are enough.
     held_out = torch.cat(samples) % _HELD_OUT == _HELD_OUT - 1
     if before < _HELD_OUT:
-        held_out = torch.arange(count * len(inputs)) % _HELD_OUT == _HELD_OUT - 1
+        held_out = torch.arange(count * len(pairs)) % _HELD_OUT == _HELD_OUT - 1
     order = held_out.int().argsort(stable=True)
     split = int((~held_out).sum())
     return _Problem(torch.cat(rows, 1)[:, order], torch.cat(targets, 1)[:, order], split)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fx_passes.quantize.layer import Layer
 
-__all__ = ["bias_free_targets", "input_rows", "output_places", "weight_of_rows", "weight_rows"]
+__all__ = ["bias_free_targets", "input_rows", "output_places", "weight_of_rows", "weight_rows", "with_batch"]
+
+
+def with_batch(layer: Layer, value: Tensor) -> Tensor:
+    """An input or output of `layer`, with a first dimension of 1 where it has no batch."""
+    expected = 2 if layer.op == "linear" else layer.weight.dim()
+    return value.unsqueeze(0) if value.dim() < expected else value
 
 
 def output_places(layer: Layer, output: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, ...]:
