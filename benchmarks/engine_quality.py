@@ -4,7 +4,8 @@
 
 Kernels and bytes are read from the builder's own listing, and the roofline floor follows from them; nothing is run on a
 GPU. `PYTHON` is the interpreter of an environment with `nvidia-modelopt[onnx]`, which wants other versions of onnx and
-ONNX Runtime than this project; without it that row is left out.
+ONNX Runtime than this project; without it that row is left out. Quantized files are kept in `build/benchmarks/peers/`
+and used again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,21 @@ import numpy
 import onnx
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from benchmarks.models import efficientnet_b0, input_of, mobilenet_v2, resnet50, vit_b_16
 from benchmarks.peers import quantize_static, session_call
 from benchmarks.photographs import calibration_crops, held_out_crops
-from benchmarks.results import publish
-from lowering import lower_to_trt
+from benchmarks.program import as_program
+from benchmarks.results import FOLDER, publish
+from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
+from fx_passes.quantize.calibrate import calibrate
+from fx_passes.quantize.decisions import decide
 from lowering.compare import sqnr
-from lowering.roofline import engine_floor
-from lowering.search import PlacementSearch
+from lowering.roofline import engine_floor, gpu_named
+from lowering.search import PlacementSearch, search_placement, widened
+from lowering.settings import Settings
+from lowering.trt.backend import TensorRTBackend
 from lowering.trt.bindings import BuilderLog, collect_log, flavour, logger, trt
 from lowering.trt.build import build_engine
 from lowering.trt.layers import LayerReport
@@ -50,67 +56,77 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--capability", default="8.9")
     parser.add_argument("--gpu", default="RTX 4090", help="GPU of the floor and of the search")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32], help="the first should be 1")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--modelopt", metavar="PYTHON", help="interpreter that has nvidia-modelopt[onnx]")
     arguments = parser.parse_args()
+    gpu_named(arguments.gpu)
     rows = []
     for name in arguments.models:
-        with tempfile.TemporaryDirectory() as folder:
-            case = _Case(name, MODELS[name](), arguments, Path(folder))
-            for batch in arguments.batches:
-                rows += case.rows(batch)
-                publish("engine_quality", rows, title="Engines", note=_note(arguments))
+        case = _Case(name, MODELS[name](), arguments)
+        for batch in arguments.batches:
+            rows += case.rows(batch)
+            publish("engine_quality", rows, title="Engines", note=_note(arguments))
 
 
 def _note(arguments: argparse.Namespace) -> str:
     return (
         f"TensorRT-RTX for {arguments.capability}, from the builder's listing. Floor: on {arguments.gpu}, by the "
         "roofline of bytes, operations and 2 us a launch; a floor, no measurement. SQNR: outputs against the float "
-        f"model's on {_TESTED} photographs at batch 1, our engines executed on the CPU, the others' files by ONNX "
-        "Runtime; of a search at a larger batch as the search measured it, without the rounding to fp16."
+        f"model's on {_TESTED} photographs that calibration did not see; of ours the converted graph in PyTorch, of "
+        "the others their file in ONNX Runtime."
     )
 
 
 class _Case:
     """One model, in all its runs."""
 
-    def __init__(self, name: str, model: nn.Module, arguments: argparse.Namespace, folder: Path):
-        self.name, self.model, self.arguments, self.folder = name, model, arguments, folder
+    def __init__(self, name: str, model: nn.Module, arguments: argparse.Namespace):
+        self.name, self.model, self.arguments = name, model, arguments
+        self.folder = FOLDER / "peers" / model.__class__.__name__
+        self.folder.mkdir(parents=True, exist_ok=True)
         spec = input_of(model)
         self.calibration = [crop.pixels for crop in calibration_crops(spec, per_photograph=1)]
         self.images = [crop.pixels for crop in held_out_crops(spec, per_photograph=1)][:_TESTED]
+        settings = Settings(float_type="fp16", progress=False)
+        self.backend = TensorRTBackend("int8", arguments.capability, settings)
+        self.fused = fuse_fx(model, self.images[0])
+        self.default = convert_fx(self._prepared(self.fused, None))
+        self.wide = self._prepared(*widened(self.fused, None))
         with torch.no_grad():
             self.expected = torch.cat([model(image) for image in self.images])
-        self._files: dict[str, Path] = {}
-        self._decibels: dict[str, float] = {}
+
+    def _prepared(self, graph: GraphModule, qconfig: Any) -> GraphModule:
+        prepared = prepare_calibration_fx(graph, self.images[0], qconfig=qconfig)
+        calibrate(prepared, self.calibration)
+        return prepared
 
     def rows(self, batch: int) -> Iterator[dict[str, Any]]:
+        """Five engines of one batch size."""
         example = self.images[0].expand(batch, -1, -1, -1).contiguous()
-        search = PlacementSearch(gpu=self.arguments.gpu)
-        for run, options in (
-            ("fp16", {"precision": "fp16"}),
-            ("ours, default", {}),
-            ("ours, auto", {"placement": search}),
+        for run, graph in (
+            ("fp16", self.fused),
+            ("ours, default", self.default),
+            ("ours, auto", self._searched(example)),
         ):
-            if options.get("precision") != "fp16":
-                options["calibration"] = self.calibration
-            lowered = lower_to_trt(self.model, example, compute_capabilities=self.arguments.capability, **options)
-            facts = lowered.report()
-            report = LayerReport(**facts["segments"][0]["engines"][0])
-            searched = facts["placement"] if batch > 1 else None
-            yield self._row(
-                batch, run, report, self._searched_sqnr(searched) if searched else self._sqnr(run, lowered.simulate)
-            )
+            decibels = None if graph is self.fused else self._sqnr(graph)
+            yield self._row(batch, run, self.backend.listing(self.name, as_program(graph, example)), decibels)
         for run, quantizer in (("modelopt", self._modelopt), ("ONNX Runtime", self._onnxruntime)):
             if run == "modelopt" and not self.arguments.modelopt:
                 print("modelopt is left out: give --modelopt PYTHON", file=sys.stderr)
                 continue
-            file = self._files.get(run) or self._files.setdefault(run, quantizer())
+            file = quantizer()
             network = _parsed(self.name, _with_batch(file, batch))
-            report = build_engine(network, compute_capabilities=self.arguments.capability).report
-            yield self._row(batch, run, report, self._sqnr(run, session_call(file, 1)))
+            engine = build_engine(network, compute_capabilities=self.arguments.capability)
+            yield self._row(batch, run, engine.report, self._sqnr(session_call(file, 1)))
 
-    def _row(self, batch: int, run: str, report: LayerReport, decibels: float) -> dict[str, Any]:
+    def _searched(self, example: Tensor) -> GraphModule:
+        wish = PlacementSearch(gpu=self.arguments.gpu)
+        programs = {self.name: as_program(convert_fx(self.wide), example)}
+        gpu = gpu_named(self.arguments.gpu)
+        found = search_placement(self.wide, programs, self.backend.listing, self.calibration, wish, gpu)
+        return convert_fx(decide(self.wide, found.decisions)) if found.int8_layers else self.fused
+
+    def _row(self, batch: int, run: str, report: LayerReport, decibels: float | None) -> dict[str, Any]:
         floor = engine_floor(report.rows, self.arguments.gpu)
         return {
             "model": self.name,
@@ -124,19 +140,12 @@ class _Case:
             "compute us": round(floor.compute_us, 2),
             "launches us": round(floor.launch_us, 2),
             "floor us": round(floor.total_us, 2),
-            "SQNR dB": round(decibels, 1),
+            "SQNR dB": None if decibels is None else round(decibels, 1),
         }
 
-    def _sqnr(self, run: str, call: Callable[[Tensor], Tensor]) -> float:
-        """Of a run's outputs for the images, one by one; found once, as the batch size changes no value."""
-        if run not in self._decibels:
-            found = torch.cat([call(image) for image in self.images])
-            self._decibels[run] = sqnr(self.expected, found)
-        return self._decibels[run]
-
-    def _searched_sqnr(self, placement: dict[str, Any]) -> float:
-        """Of a placement found at a larger batch, as the search measured it; of fp16 if nothing is int8."""
-        return self._decibels["fp16"] if placement["sqnr_db"] is None else placement["sqnr_db"]
+    def _sqnr(self, run: Callable[[Tensor], Tensor]) -> float:
+        with torch.no_grad():
+            return sqnr(self.expected, torch.cat([run(image) for image in self.images]))
 
     def _float_file(self) -> Path:
         file = self.folder / "float.onnx"
@@ -149,6 +158,8 @@ class _Case:
 
     def _modelopt(self) -> Path:
         data, file = self.folder / "calibration.npy", self.folder / "modelopt.onnx"
+        if file.exists():
+            return file
         numpy.save(data, torch.cat(self.calibration).numpy())
         script = Path(__file__).with_name("modelopt_quantize.py")
         command = [self.arguments.modelopt, script, self._float_file(), file, data]
@@ -158,6 +169,9 @@ class _Case:
         return file
 
     def _onnxruntime(self) -> Path:
+        file = self._float_file().with_suffix(".static.onnx")
+        if file.exists():
+            return file
         return quantize_static(self._float_file(), self.calibration, symmetric=True, float_bias=True)
 
 

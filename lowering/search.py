@@ -180,7 +180,7 @@ def search_placement(
     Args:
         prepared: calibrated, with everything in int8 that the target allows; it stays as it is.
         programs: its segments by name, exported from `convert_fx(prepared)`.
-        listing: builds the engine of a named program and gives the rows of its kernels at the opt shapes.
+        listing: builds the engine of a named program and gives its report at the opt shapes.
         data: batches to measure accuracy on.
         wish: the limits.
         gpu: whose floor counts.

@@ -18,13 +18,14 @@ from lowering.roofline import LAUNCH_US, Floor, Gpu, engine_floor, kernel_floors
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
+    from lowering.trt.layers import LayerReport
 
 __all__ = ["Choice", "Engines", "Listing", "Unit", "choice_of", "units_of", "widened", "with_gains"]
 
 Choice = Mapping[str, "Granularity | None"]
 """The layers in int8 by node name, each with the granularity of its weight scales (None: it has no weight)."""
 
-Listing = Callable[[str, "AtenProgram"], list[dict[str, Any]]]
+Listing = Callable[[str, "AtenProgram"], "LayerReport"]
 
 # Nodes between the two products of an attention: scaling, mask, softmax, casts, observers.
 _SOFTMAX_STEPS = 8
@@ -67,7 +68,7 @@ class Engines:
             kept = {layer: form for layer, form in choice.items() if layer in here}
             key = (name, frozenset(kept.items()))
             if key not in self._rows:
-                self._rows[key] = self.listing(name, partial_twin(program, kept))
+                self._rows[key] = self.listing(name, partial_twin(program, kept)).rows
                 self.builds += 1
             found += self._rows[key]
         return found

@@ -23,6 +23,7 @@ from lowering.cli_options import Target
 from lowering.compare import sqnr
 from lowering.roofline import gpu_named
 from lowering.search import PlacementSearch, placement_text, search_placement, widened
+from lowering.trt.layers import LayerReport
 
 IMAGES = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(0))
 # Little bandwidth: 2.4 MB of weights take 8.7 us from its memory in int8, and twice that in fp16; a launch takes 2 us.
@@ -102,7 +103,7 @@ class Costs:
         self.saved = saved
         self.seen: list[frozenset[str]] = []
 
-    def __call__(self, name: str, program) -> list[dict]:
+    def __call__(self, name: str, program) -> LayerReport:
         int8 = {
             str(user.meta["fx_node"])
             for node in program.call_nodes()
@@ -117,7 +118,7 @@ class Costs:
                 {"name": layer, "modules": [layer], "inputs": ["Half[1]"], "int8": False, "operations": 0,
                  "reads": [], "constants": [[layer, size]], "writes": []}
             )  # fmt: skip
-        return rows
+        return LayerReport(len(rows), len(int8), len(rows) - len(int8), 0, 0, 0, rows=rows)
 
 
 LAYERS = ("narrow_0", "narrow_2", "wide1", "wide2", "head")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowering.aten import AtenProgram
     from lowering.segments import Segmented
     from lowering.trt.build import Engine
+    from lowering.trt.layers import LayerReport
     from lowering.trt.network import Network
     from lowering.trt.reference import ReferenceNetwork
 
@@ -92,8 +93,8 @@ class TensorRTBackend:
         install(parts.glue, name, runs, program)
         return info
 
-    def listing(self, name: str, program: AtenProgram) -> list[dict[str, Any]]:
-        """The kernels of a program's engine, static at its opt shapes, as rows of a `LayerReport`."""
+    def listing(self, name: str, program: AtenProgram) -> LayerReport:
+        """The kernels of a program's engine, static at its opt shapes."""
         from lowering.trt.build import build_engine
         from lowering.trt.network import build_network
 
@@ -101,7 +102,7 @@ class TensorRTBackend:
         if network.profiles:
             network = build_network(self._cast(program), name=name, static_at=network.profiles[0])
         quiet = replace(self.settings, progress=False)
-        return build_engine(network, compute_capabilities=self.capabilities, settings=quiet).report.rows
+        return build_engine(network, compute_capabilities=self.capabilities, settings=quiet).report
 
     def _compare(self, program: AtenProgram, name: str) -> dict[str, Any]:
         """The report of the engine that is float throughout. Its network is not executed, so it is not read back."""
