@@ -182,8 +182,8 @@ def _edge_above(upper: Tensor, counts: Tensor, outside: float) -> float:
     return float(upper[int((beyond <= outside).nonzero()[0])])
 
 
-class _SearchingObserver(HistogramObserver):
-    """Tries fractions of the range that was seen and keeps the one with the least loss."""
+class MSEObserver(HistogramObserver):
+    """The range whose rounding and clipping give the least squared error, among fractions of the range that was seen."""
 
     candidates = torch.linspace(0.1, 1.0, 91, dtype=torch.float64)
 
@@ -194,13 +194,6 @@ class _SearchingObserver(HistogramObserver):
         losses = [self._loss(values, counts, float(f) * low, float(f) * high) for f in self.candidates]
         best = float(self.candidates[int(torch.tensor(losses).argmin())])
         return best * low, best * high
-
-    def _loss(self, values: Tensor, counts: Tensor, low: float, high: float) -> float:
-        raise NotImplementedError
-
-
-class MSEObserver(_SearchingObserver):
-    """The range whose rounding and clipping give the least squared error."""
 
     def _loss(self, values: Tensor, counts: Tensor, low: float, high: float) -> float:
         s = self.scheme
@@ -240,10 +233,8 @@ class EntropyObserver(HistogramObserver):
         below = self.counts.cpu().double().sum(0).cumsum(0)
         edges = torch.linspace(0.0, 1.0, self.bins + 1, dtype=torch.float64) * largest
         at = torch.searchsorted(upper, edges).clamp_max(_BINS - 1)
-        start, width = (
-            torch.where(at > 0, upper[at - 1], 0.0),
-            torch.where(at > 0, upper[at] - upper[at - 1], upper[at]),
-        )
+        start = torch.where(at > 0, upper[at - 1], 0.0)
+        width = upper[at] - start
         before = torch.where(at > 0, below[at - 1], 0.0)
         share = ((edges - start) / width).clamp(0.0, 1.0)
         reached = before + share * (below[at] - before)
