@@ -183,7 +183,7 @@ def _edge_above(upper: Tensor, counts: Tensor, outside: float) -> float:
 
 
 class MSEObserver(HistogramObserver):
-    """The range whose rounding and clipping give the least squared error, among fractions of the range that was seen."""
+    """The fraction of the range that was seen whose rounding and clipping give the least squared error."""
 
     candidates = torch.linspace(0.1, 1.0, 91, dtype=torch.float64)
 
