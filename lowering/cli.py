@@ -22,7 +22,7 @@ out = Console()
 
 BackendOption = Annotated[
     Backend,
-    typer.Option(help="trt: an engine; onnxruntime: an ONNX file for the CPU; tensorrt-onnx: a Q/DQ file for trtexec"),
+    typer.Option(help="trt: an engine; onnxruntime, openvino: a file for the CPU; tensorrt-onnx: a Q/DQ file for trtexec"),
 ]
 
 
@@ -109,7 +109,7 @@ def compare(
     subject: Subject,
     data: Data,
     target: Target,
-    backend: Annotated[list[Backend] | None, typer.Option(help="only these; default: all")] = None,
+    backend: Annotated[list[Backend] | None, typer.Option(help="only these; default: all but openvino")] = None,
 ) -> None:
     """Lower MODEL for every backend and compare the outputs with PyTorch's float ones.
 
@@ -120,7 +120,7 @@ def compare(
     loaded = subject.load()
     with_images = loaded.declared is not None and data.calibration is not None
     batches: Any = data.batches(loaded.spec, size=1) if with_images else [loaded.example()]
-    candidates = _runs(loaded, data, target, backend or list(Backend))
+    candidates = _runs(loaded, data, target, backend or [b for b in Backend if b is not Backend.openvino])
     table = Table("run", "output", "rows", "SQNR dB", "cosine", "worst", "top-1 kept", title=f"{loaded.name} and float")
     for name, results in compared(loaded.module, candidates, batches).items():
         for index, result in enumerate(results):

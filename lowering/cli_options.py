@@ -34,6 +34,7 @@ class Backend(str, Enum):
 
     trt = "trt"
     onnxruntime = "onnxruntime"
+    openvino = "openvino"
     tensorrt_onnx = "tensorrt-onnx"
 
 
