@@ -22,7 +22,7 @@ out = Console()
 
 BackendOption = Annotated[
     Backend,
-    typer.Option(help="trt: an engine; onnxruntime, openvino: a file for the CPU; tensorrt-onnx: a Q/DQ file for trtexec"),
+    typer.Option(help="trt: engine; onnxruntime, openvino: file for the CPU; tensorrt-onnx: Q/DQ file for trtexec"),
 ]
 
 

@@ -222,7 +222,7 @@ MISTAKES = {
     "an unknown capability": (("lower", "net.py:make", "--out", "o", "--compute-capability", "3.14"), "3.14"),
     "capabilities for a file": (
         ("lower", "net.py:make", "--out", "o", "--backend", "onnxruntime", "--compute-capability", "8.9"),
-        "is for engines",
+        "are for engines",
     ),
     "a batch that is no range": (("lower", "net.py:make", "--out", "o", "--dynamic-batch", "1-8"), "MIN,OPT,MAX"),
     "a wrong rank": (
