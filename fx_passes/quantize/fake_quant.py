@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fx_passes.errors import StageError
@@ -126,6 +127,9 @@ class FakeQuantize(nn.Module):
     def _observe(self, x: Tensor) -> None:
         """Take `x` into the range: Python that decides by values, which `torch.compile` steps over."""
         self.observer(x)
+        if self.training and self.learned and dist.is_available() and dist.is_initialized():
+            # The first batch of training sets a parameter, which has to start alike on all ranks.
+            self.observer.synchronize()
         scale, zero_point = self.observer.qparams()
         with torch.no_grad():
             self.scale.fill_(scale)
