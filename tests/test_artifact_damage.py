@@ -373,6 +373,7 @@ def _change(manifest: dict[str, Any], path: tuple, how: str, new: Any) -> None:
         holder[str(new)[:10]] = holder.pop(path[-1])
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of Python that a damaged graph becomes
 @pytest.mark.parametrize("source", ["saved", "engines", "children"])
 def test_no_damage_gives_another_kind_of_error(source, request, tmp_path):
     folder = tmp_path / "copy"

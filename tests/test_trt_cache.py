@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -167,25 +166,37 @@ def test_a_folder_that_cannot_be_used_is_said_and_the_engine_is_built(tmp_path, 
 
 # -- several writers ------------------------------------------------------------------------------------------------
 
-_WRITER = """
-import sys
-from lowering.trt.cache import EngineCache
-cache = EngineCache(sys.argv[1], 400_000)
-for i in range(150):
-    key = str(i % 5)
-    data = bytes([i % 5]) * 50_000
-    found = cache.get(key)
-    assert found is None or found == (data, {"i": i % 5}), key
-    cache.put(key, data, {"i": i % 5})
-"""
+
+def _write(folder: Path) -> None:
+    cache = EngineCache(folder, 400_000)
+    for i in range(150):
+        key, data = str(i % 5), bytes([i % 5]) * 50_000
+        found = cache.get(key)
+        assert found is None or found == (data, {"i": i % 5}), key
+        cache.put(key, data, {"i": i % 5})
+
+
+def _watched(folder: Path) -> None:
+    """A damaged entry is only logged: here it fails the process."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("lowering.tensorrt").addHandler(Handler())
+    _write(folder)
+    assert not said, said
 
 
 def test_two_processes_at_once_see_whole_entries_only(tmp_path) -> None:
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [writer.communicate(timeout=60)[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0], said
-    assert all("damaged" not in text for text in said), said
+    processes = multiprocessing.get_context("fork")  # everything is imported already
+    writers = [processes.Process(target=_watched, args=(tmp_path,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0, 0]
     cache = EngineCache(tmp_path, None)
     assert [cache.get(str(i)) == (bytes([i]) * 50_000, {"i": i}) for i in range(5)] == [True] * 5
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(TEMPORARY)]
