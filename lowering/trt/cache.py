@@ -13,9 +13,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -28,6 +27,7 @@ _log = logging.getLogger("lowering.tensorrt")
 _FORMAT = b"fxtrt engine cache 1\n"
 _DIGEST, _LENGTH = 32, 8
 _SUFFIX = ".engine-cache"
+_LONGEST_RECORD = 1 << 30
 _ABANDONED_S = 3600  # a temporary file older than this was left by a writer that died
 
 
@@ -49,13 +49,13 @@ class EngineCache:
         """The engine kept under `key` and its record, or None; an entry that is damaged is removed."""
         path = self._path(key)
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                found = _unpack(file)
         except FileNotFoundError:
             return None
         except OSError as error:
             _log.warning("the engine cache cannot be read: %s", error.strerror or error)
             return None
-        found = _unpack(content)
         if found is None:
             _log.warning("the cached engine %s is damaged; it is built again", path.name)
             _remove(path)
@@ -115,17 +115,19 @@ def _overhead() -> int:
     return len(_FORMAT) + _DIGEST + _LENGTH
 
 
-def _unpack(content: bytes) -> tuple[bytes, dict[str, Any]] | None:
+def _unpack(file: BinaryIO) -> tuple[bytes, dict[str, Any]] | None:
+    """Engine and record of an entry, or None if it is not what was written; the engine is read once, not copied."""
+    head = file.read(_overhead())
     start = len(_FORMAT)
-    body = start + _DIGEST
-    if content[:start] != _FORMAT or len(content) < _overhead():
+    if head[:start] != _FORMAT or len(head) < _overhead():
         return None
-    view = memoryview(content)
-    if hashlib.sha256(view[body:]).digest() != content[start:body]:
-        return None
-    text = body + _LENGTH
-    data = text + int.from_bytes(content[body:text], "little")
-    return content[data:], json.loads(content[text:data])
+    stated, length = head[start : start + _DIGEST], head[start + _DIGEST :]
+    text = file.read(min(int.from_bytes(length, "little"), _LONGEST_RECORD))
+    data = file.read()
+    digest = hashlib.sha256()
+    for part in (length, text, data):
+        digest.update(part)
+    return (data, json.loads(text)) if digest.digest() == stated else None
 
 
 def engine_key(network: NetworkRecord, **build: Any) -> str:
@@ -146,8 +148,8 @@ def network_digest(network: NetworkRecord) -> str:
         "name": network.name,
         "inputs": network.inputs,
         "outputs": network.outputs,
-        "tensors": [asdict(tensor) for tensor in network.tensors.values()],
-        "layers": [asdict(layer) for layer in network.layers],
+        "tensors": [vars(tensor) for tensor in network.tensors.values()],
+        "layers": [vars(layer) for layer in network.layers],
     }
     digest.update(json.dumps(structure, sort_keys=True).encode())
     for name, value in network.weights.items():
