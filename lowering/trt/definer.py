@@ -145,7 +145,11 @@ class Definer:
             raise BuildError(f"{op_name(node)}: {type(error).__name__}: {error}", node=node) from error
 
     def _in_int32(self, node: Node, converter: Converter, args: tuple, kwargs: dict) -> Any:
-        """The value of a node on 8-bit integers, which TensorRT keeps and casts but hardly computes with."""
+        """The value of a node on 8-bit integers, which stay int32 inside a network.
+
+        TensorRT computes with hardly any of them, and takes uint8 nowhere but as an input or output. Where a result
+        may have left the range of the type it is brought back into it.
+        """
 
         def widened(n: Node) -> Any:
             value, fake = self.values[n], n.meta.get("val")
@@ -155,13 +159,13 @@ class Definer:
         args, kwargs = filled(node, widened)
         with self.net.bytes_as_int32():
             value = converter.function(self.net, **bind(node.target, converter.function, args, kwargs))
-        many = isinstance(value, tuple | list)
-        fakes = node.meta["val"] if many else [node.meta["val"]]
-        results = [
-            self.net.cast(v, f.dtype) if isinstance(f, torch.Tensor) and f.dtype in _BYTES and v is not None else v
-            for v, f in zip(value if many else [value], fakes, strict=False)
-        ]
-        return tuple(results) if many else results[0]
+        fake = node.meta["val"]
+        if not isinstance(fake, torch.Tensor) or fake.dtype not in _BYTES or not _computes(node):
+            return value
+        lowest = torch.iinfo(fake.dtype).min
+        above = value if lowest == 0 else self.net.sub(value, lowest)
+        above = self.net.sub(above, self.net.mul(self.net.floor_div(above, 256), 256))
+        return above if lowest == 0 else self.net.sum(above, lowest)
 
     def _in_parts(self, node: Node, parts: GraphModule) -> Any:
         """The value of a node from torch's own decomposition of it."""
@@ -220,9 +224,10 @@ class Definer:
                 for have, want in zip(shape, fake.shape, strict=True)
                 if isinstance(want, int) and have >= 0
             )
-            if not agrees or self.net.dtype(tensor) != fake.dtype:
+            found = self.net.dtype(tensor)
+            if not agrees or (found != fake.dtype and not (found == torch.int32 and fake.dtype in _BYTES)):
                 raise BuildError(
-                    f"{op_name(node)}: the TensorRT form has shape {shape} and dtype {self.net.dtype(tensor)}, torch "
+                    f"{op_name(node)}: the TensorRT form has shape {shape} and dtype {found}, torch "
                     f"gives {tuple(fake.shape)} and {fake.dtype}",
                     node=node,
                     hint="this is a defect of the converter; keep the module that holds this node in Python",
@@ -259,7 +264,7 @@ class Definer:
         for name, result in zip(self.program.outputs, results, strict=True):
             assert isinstance(result, Node)
             self._enter(result)
-            tensor = self.net.tensor(self.values[result])
+            tensor = self.net.cast(self.net.tensor(self.values[result]), result.meta["val"].dtype)
             if tensor.is_network_input or tensor.name in marked or isinstance(self.values[result], torch.Tensor):
                 # TensorRT refuses an input as an output, and ignores the second marking of one tensor
                 tensor = self.net.identity(tensor)
@@ -283,3 +288,8 @@ def _has_bytes(node: Node) -> bool:
     """Whether the node reads or gives 8-bit integers."""
     fakes = [*(n.meta.get("val") for n in node.all_input_nodes), node.meta.get("val")]
     return any(isinstance(v, torch.Tensor) and v.dtype in _BYTES for v in torch.utils._pytree.tree_leaves(fakes))
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node makes new numbers, as opposed to moving those it gets."""
+    return torch.Tag.pointwise in node.target.tags or node.target is torch.ops.aten._to_copy.default  # type: ignore[union-attr]

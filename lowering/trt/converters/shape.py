@@ -283,7 +283,6 @@ def roll(net: Net, x: Value, shifts: Sequence[Size], dims: Sequence[int] = ()) -
     aten.to.device,
     aten.to.other,
     aten.type_as.default,
-    narrow=True,
 )
 def to_copy(net: Net, x: Value, other: Value = None) -> Tensor:
     return net.cast(x, net.result.dtype)

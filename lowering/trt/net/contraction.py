@@ -39,7 +39,7 @@ class Contraction(Windows):
 
     def dequantize(self, x: Value, scale: Value, axis: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """x * scale as `dtype`; `scale` and `axis` as in `quantize`, x int8."""
-        x = self.constant(x, quantized=True) if isinstance(x, torch.Tensor) else self.tensor(x)
+        x = self.constant(x, quantized=True) if isinstance(x, torch.Tensor) else self.cast(x, torch.int8)
         layer = self.definition.add_dequantize(x, self._scale(scale), trt_dtype(dtype))
         self.check("dequantize", refused=layer is None)
         if axis is not None:

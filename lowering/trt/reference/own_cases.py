@@ -131,6 +131,21 @@ MODELS: dict[str, str] = {
     "half_pow": "(float16[2,5] a, float16[5] b) => (float16[2,5] y) { c = Abs(a)  y = Pow(c, b) }",
     "half_sum": "(float16[2,5] x) => (float16 y) <int64[1] a = {1}> { y = ReduceSum(x, a) }",
     "int_division": "(int64[9] x) => (int64[9] y) <int64[1] d = {4}> { y = Div(x, d) }",
+    "gather_bool": """(bool[4,3] x) => (bool[2,3] y) <int64[2] i = {3, 1}> { y = Gather(x, i) }""",
+    "neg_int32": "(int32[9] x) => (int32[9] y) { y = Neg(x) }",
+    "reduce_prod_int64": "(int64[3,4] x) => (int64 y) <int64[1] a = {1}> { y = ReduceProd(x, a) }",
+    "reduce_sum_int32": "(int32[3,4] x) => (int32 y) <int64[1] a = {1}> { y = ReduceSum(x, a) }",
+    "scatter_elements_int64": """(int64[2,3] x, int64[2,1] u) => (int64[2,3] y) <int64[2,1] i = {2, 0}>
+        { y = ScatterElements<axis = 1>(x, i, u) }""",
+    "reshape_square": "(float[2,8] x) => (float[4,4] y) <int64[2] s = {4, 4}> { y = Reshape(x, s) }",
+    "reshape_rest_one_and_some": """(float[2,3,4] x) => (float y) <int64[3] s = {-1, 1, 4}> { y = Reshape(x, s) }""",
+    "empty_reduce_sum": "(float[0,3] x) => (float y) <int64[1] a = {0}> { y = ReduceSum<keepdims = 0>(x, a) }",
+    "empty_softmax": "(float[0,3] x) => (float[0,3] y) { y = Softmax<axis = 1>(x) }",
+    "empty_cumsum": "(float[0,3] x) => (float[0,3] y) <int64 a = {1}> { y = CumSum(x, a) }",
+    "empty_matmul": "(float[3,0] a, float[0,2] b) => (float[3,2] y) { y = MatMul(a, b) }",
+    "empty_layer_norm": """(float[0,2,3] x, float[3] s, float[3] b) => (float[0,2,3] y)
+        { y = LayerNormalization<axis = -1>(x, s, b) }""",
+    "empty_conv": "(float[0,2,7,9] x, float[4,2,3,3] w) => (float y) { y = Conv(x, w) }",
     "matmul_free_batch": "(float[n,3,4] a, float[n,4,5] b) => (float[n,3,5] y) { y = MatMul(a, b) }",
 }
 
