@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from lowering import load, lower_to_onnx
+from lowering.aten import TensorSpec
 from lowering.onnx.expected import expect
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -62,6 +64,21 @@ def test_polygraphy_takes_the_line(saved, tmp_path):
     assert "segment_0.outputs.json" in script
 
 
+def test_several_profiles_in_both_lines(tmp_path):
+    ranges = [(1, 1, 2), (4, 8, 16)]
+    lowered = lower_to_onnx(net(), IMAGES, precision="fp32", runtime="tensorrt", dynamic_batch=ranges)
+    folder = lowered.save(tmp_path / "a")
+    line = shlex.split((folder / "segment_0.trtexec.txt").read_text())
+    shapes = [f"input_1:{batch}x3x12x12" for profile in ranges for batch in profile]
+    options = [f"--{option}Shapes={shape}" for option, shape in zip(["min", "opt", "max"] * 2, shapes, strict=True)]
+    assert line[line.index("--profile=0") :] == ["--profile=0", *options[:3], "--profile=1", *options[3:]]
+    done = _polygraphy([*_line(folder), "--gen-script", str(tmp_path / "run.py")], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = (tmp_path / "run.py").read_text()
+    assert "min=[1, 3, 12, 12], opt=[1, 3, 12, 12], max=[2, 3, 12, 12]" in script
+    assert "min=[4, 3, 12, 12], opt=[8, 3, 12, 12], max=[16, 3, 12, 12]" in script
+
+
 def test_polygraphy_compares_another_runtime_with_them(saved):
     """The same line with ONNX Runtime in place of TensorRT, which needs a GPU: the comparison is the real one."""
     words = _line(saved)
@@ -82,13 +99,29 @@ def test_files_for_the_cpu_bring_none(tmp_path):
     assert not [path for path in tmp_path.iterdir() if "polygraphy" in path.name or "puts.json" in path.name]
 
 
+X = TensorSpec("x", torch.float32, (1, 2), (1, 2), (8, 2))
+SPLIT = replace(X, profiles=(((1, 2), (1, 2), (1, 2)), ((4, 2), (8, 2), (8, 2))))
+
+
 def test_the_tolerance_follows_the_output_and_the_precision():
     outputs = [torch.full((2, 2), -4.0)]
-    strict, loose = (expect((["x"], ["y"]), [IMAGES], outputs, precision) for precision in ("fp32", "int8"))
+    strict, loose = (expect([X], ["y"], [torch.zeros(2, 2)], outputs, precision) for precision in ("fp32", "int8"))
     assert strict is not None and strict.tolerances == {"y": pytest.approx(0.004)}
     assert loose is not None and loose.tolerances == {"y": pytest.approx(0.2)}
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(20_000_000)], ids=["type", "size"])
-def test_what_does_not_fit_is_left_out(value):
-    assert expect((["x"], ["y"]), [value], [torch.zeros(1)], "fp16") is None
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [
+        (replace(X, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.bfloat16)),
+        (TensorSpec.static("x", torch.zeros(1)), torch.zeros(20_000_000)),
+        (SPLIT, torch.zeros(2, 2)),
+    ],
+    ids=["type", "size", "between-profiles"],
+)
+def test_what_does_not_fit_is_left_out(spec, value):
+    assert expect([spec], ["y"], [value], [torch.zeros(1)], "fp16") is None
+
+
+def test_what_one_of_several_profiles_has_is_kept():
+    assert expect([SPLIT], ["y"], [torch.zeros(4, 2)], [torch.zeros(1)], "fp16") is not None

@@ -116,5 +116,4 @@ class OnnxBackend:
         from lowering.onnx.expected import expect
 
         precision = "int8" if self.precision in ("int8", "auto") else str(self.settings.float_type)
-        names = ([spec.name for spec in session.inputs], session.outputs)
-        return expect(names, example, session(*example), precision)
+        return expect(session.inputs, session.outputs, example, session(*example), precision)

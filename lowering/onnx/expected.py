@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lowering.onnx.tensorrt_file import profiles
+
 if TYPE_CHECKING:
     from lowering.aten import TensorSpec
 
@@ -44,12 +46,18 @@ class Expected:
 
 
 def expect(
-    names: tuple[Sequence[str], Sequence[str]], inputs: Sequence[Tensor], outputs: Sequence[Tensor], precision: str
+    specs: Sequence[TensorSpec],
+    names: Sequence[str],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    precision: str,
 ) -> Expected | None:
-    """One call for Polygraphy; None for tensors that NumPy does not hold (bfloat16), or for more than 64 MB of them.
+    """One call for Polygraphy; None for tensors that NumPy does not hold (bfloat16), for more than 64 MB of them, and
+    for sizes between two optimization profiles.
 
     Args:
-        names: of the inputs and of the outputs.
+        specs: of the inputs.
+        names: of the outputs.
         inputs: what was passed.
         outputs: what came out, in a runtime that is trusted.
         precision: of the file: "fp32", "fp16", "bf16" or "int8".
@@ -57,18 +65,28 @@ def expect(
     from polygraphy.comparator import IterationResult, RunResults
     from polygraphy.json import to_json
 
+    given = {spec.name: value.numpy() for spec, value in zip(specs, inputs, strict=True) if value.dtype in _HELD}
     values = [*inputs, *outputs]
-    if any(v.dtype not in _HELD for v in values) or sum(v.nbytes for v in values) > _LARGEST:
-        _log.info("no example for polygraphy: its tensors are too large, or of a type that NumPy lacks")
+    too_much = any(v.dtype not in _HELD for v in values) or sum(v.nbytes for v in values) > _LARGEST
+    if too_much or not _covered({name: array.shape for name, array in given.items()}, specs):
+        _log.info("no example for polygraphy: too large, of a type that NumPy lacks, or between two profiles")
         return None
-    given = {name: value.numpy() for name, value in zip(names[0], inputs, strict=True)}
-    found = {name: value.numpy() for name, value in zip(names[1], outputs, strict=True)}
+    found = {name: value.numpy() for name, value in zip(names, outputs, strict=True)}
     results = RunResults([("onnxruntime", [IterationResult(found, runner_name="onnxruntime")])])
     share = _SHARES[precision]
     tolerances = {
         name: share * float(value.double().abs().mean()) for name, value in zip(names[1], outputs, strict=True)
     }
     return Expected(to_json([given]).encode(), to_json(results).encode(), tolerances)
+
+
+def _covered(shapes: dict[str, tuple[int, ...]], specs: Sequence[TensorSpec]) -> bool:
+    """Whether one optimization profile has these shapes."""
+    ranges = profiles(specs)
+    return not ranges or any(
+        all(a <= n <= b for name in low for a, n, b in zip(low[name], shapes[name], high[name], strict=True))
+        for low, _, high in ranges
+    )
 
 
 def polygraphy_command(name: str, inputs: Sequence[TensorSpec], tolerances: dict[str, float]) -> str:
@@ -89,10 +107,10 @@ def polygraphy_command(name: str, inputs: Sequence[TensorSpec], tolerances: dict
 --rtol 0 --atol y:0.01
     """
     words = ["polygraphy", "run", f"{name}.onnx", "--trt", "--strongly-typed"]
-    if any(spec.dynamic for spec in inputs):
-        for option in ("min", "opt", "max"):
-            shapes = (f"{s.name}:[{','.join(map(str, getattr(s, option)))}]" for s in inputs if s.min)
-            words += [f"--trt-{option}-shapes", *shapes]
+    for profile in profiles(inputs):
+        for option, shapes in zip(("min", "opt", "max"), profile, strict=True):
+            given = (f"{name}:[{','.join(map(str, shape))}]" for name, shape in shapes.items())
+            words += [f"--trt-{option}-shapes", *given]
     words += ["--load-inputs", f"{name}.{INPUTS}", "--load-outputs", f"{name}.{OUTPUTS}"]
     words += ["--check-error-stat", "mean", "--rtol", "0", "--atol"]
     return shlex.join([*words, *(f"{output}:{limit:.3g}" for output, limit in tolerances.items())])

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from lowering.aten import TensorSpec
     from lowering.onnx.files import OnnxFile
 
-__all__ = ["check_parser", "trtexec_command"]
+__all__ = ["check_parser", "profiles", "trtexec_command"]
+
+Shape = tuple[int, ...]
 
 
 def trtexec_command(file: str, inputs: Sequence[TensorSpec], *, engine: str | None = None) -> str:
@@ -21,7 +23,8 @@ def trtexec_command(file: str, inputs: Sequence[TensorSpec], *, engine: str | No
 
     Args:
         file: name of the ONNX file.
-        inputs: the file's inputs; shapes are given only if one of them is dynamic, as trtexec wants it.
+        inputs: the file's inputs; shapes are given only if one of them is dynamic, as trtexec wants it, for each
+            optimization profile.
         engine: name of the engine file to write; by default the file's with the suffix `.engine`.
 
     Example:
@@ -35,11 +38,30 @@ def trtexec_command(file: str, inputs: Sequence[TensorSpec], *, engine: str | No
     words = ["trtexec", f"--onnx={file}", f"--saveEngine={engine or PurePath(file).with_suffix('.engine').name}"]
     # Types come from the file: int8 by its Q/DQ nodes, fp16 by its casts. TensorRT 11 has no other kind of network.
     words.append("--stronglyTyped")
-    if any(spec.dynamic for spec in inputs):
-        for option in ("min", "opt", "max"):
-            shapes = (f"{spec.name}:{'x'.join(map(str, getattr(spec, option)))}" for spec in inputs if spec.min)
-            words.append(f"--{option}Shapes={','.join(shapes)}")
+    ranges = profiles(inputs)
+    for index, profile in enumerate(ranges):
+        if len(ranges) > 1:
+            words.append(f"--profile={index}")
+        for option, shapes in zip(("min", "opt", "max"), profile, strict=True):
+            given = (f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+            words.append(f"--{option}Shapes={','.join(given)}")
     return shlex.join(words)
+
+
+def profiles(inputs: Sequence[TensorSpec]) -> list[tuple[dict[str, Shape], dict[str, Shape], dict[str, Shape]]]:
+    """For each optimization profile (smallest, usual, largest) shapes by input; none if all sizes are fixed."""
+    if not any(spec.dynamic for spec in inputs):
+        return []
+    count = max([1, *(len(spec.profiles) for spec in inputs)])
+
+    def at(index: int, which: int) -> dict[str, Shape]:
+        return {
+            spec.name: spec.profiles[index][which] if spec.profiles else (spec.min, spec.opt, spec.max)[which]
+            for spec in inputs
+            if spec.min
+        }
+
+    return [(at(index, 0), at(index, 1), at(index, 2)) for index in range(count)]
 
 
 def check_parser(model: bytes | OnnxFile) -> None:
