@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 __all__ = ["check_dynamic", "export_segment", "is_functional"]
 
+_PREFIX = "node_"  # of the names in the copy that is exported
+
 
 def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> ExportedProgram:
     """Export in non-strict mode to a functional aten program with composite ops whole.
@@ -192,6 +194,9 @@ def _with_export_meta(segment: GraphModule) -> GraphModule:
             if old.meta.get(key) is not None:
                 custom[key] = old.meta[key]
         new.meta = {"custom": custom}
+        if new.op not in ("placeholder", "output"):
+            # torch.export refuses a node of the name that it will give to a placeholder (a buffer's last name, say)
+            new._rename(_PREFIX + old.name)
     return GraphModule(segment, graph)
 
 
@@ -331,7 +336,8 @@ def _export_error(error: Exception, segment: GraphModule, node: Node | None = No
     """What torch.export said, without paths and logging advice, at the node of the segment where it happened."""
     text = str(error)
     if found := re.search(r"While executing %(\w+)", text):
-        node = next((n for n in segment.graph.nodes if n.name == found.group(1)), None)
+        name = found.group(1).removeprefix(_PREFIX)
+        node = next((n for n in segment.graph.nodes if n.name == name), None)
     return ExportError(f"torch.export: {_summary(text)}", node=node, hint=_hint(text))
 
 

@@ -30,6 +30,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
     """
     from fx_passes import fuse_fx, prepare_calibration_fx
     from fx_passes.quantize.calibrate import calibrate
+    from fx_passes.state import restored_state
 
     data, target, qconfig = request.data, request.backend.target, request.qconfig
     if qconfig is not None and not request.quantizes:
@@ -63,8 +64,9 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
             "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
             stacklevel=4,
         )
-    calibrate(prepared, data if data else [inputs], progress=request.shows_progress)
-    return _converted(prepared, sizes, request)
+    with restored_state(model):  # calls that calibrate are none of the caller's: a counter in a buffer stays
+        calibrate(prepared, data if data else [inputs], progress=request.shows_progress)
+        return _converted(prepared, sizes, request)
 
 
 def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> GraphModule:

@@ -1,0 +1,84 @@
+"""Lowering changes nothing that the caller owns: model, inputs, calibration data, global state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from lowering import lower_to_onnx, lower_to_trt
+
+
+class Counting(nn.Module):
+    """Buffers that every call changes: in place, by assignment, and through a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = self.mean * 0.9 + x.mean((0, 2, 3)) * 0.1
+        return torch.relu(self.norm(self.conv(x - self.mean[:, None, None]))) + self.calls
+
+
+class Branching(nn.Module):
+    """A root that asks for values: it stays Python, and its child is lowered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Counting()
+        self.tail = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        y = self.child(x)
+        return self.tail(y) if y.sum() > 0 else self.tail(-y)
+
+
+def global_state() -> tuple:
+    return (
+        torch.random.get_rng_state().sum().item(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        gc.isenabled(),
+        torch.backends.mkldnn.enabled,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+@pytest.mark.parametrize("make", [Counting, Branching])
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_of_the_callers_changes(make, lower, precision):
+    torch.manual_seed(0)
+    model = make().train()
+    model.register_forward_hook(lambda *_: None)
+    images = [torch.randn(2, 3, 8, 8, requires_grad=True) for _ in range(3)]
+    model(images[0]).sum().backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    parts = [(name, type(m), m.training, list(m._forward_hooks)) for name, m in model.named_modules()]
+    attributes = {name: sorted(vars(m)) for name, m in model.named_modules()}
+    before = global_state(), copy.deepcopy([image.detach() for image in images])
+
+    lowered = lower(model, images[0], precision=precision, calibration=images if precision == "int8" else None)
+
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert [(name, type(m), m.training, list(m._forward_hooks)) for name, m in model.named_modules()] == parts
+    assert {name: sorted(vars(m)) for name, m in model.named_modules()} == attributes
+    assert global_state() == before[0]
+    assert all(torch.equal(a, b) for a, b in zip(images, before[1], strict=True))
+
+    run = lowered if lower is lower_to_onnx else lowered.simulate
+    first = run(images[0].detach())
+    second = run(images[0].detach())
+    assert torch.equal(model.state_dict()[next(n for n in state if n.endswith("calls"))], torch.tensor(1.0))
+    assert not torch.equal(first, second)  # the lowered module counts on its own
