@@ -73,10 +73,8 @@ def expect(
         return None
     found = {name: value.numpy() for name, value in zip(names, outputs, strict=True)}
     results = RunResults([("onnxruntime", [IterationResult(found, runner_name="onnxruntime")])])
-    share = _SHARES[precision]
-    tolerances = {
-        name: share * float(value.double().abs().mean()) for name, value in zip(names[1], outputs, strict=True)
-    }
+    magnitudes = [float(value.double().abs().mean()) for value in outputs]
+    tolerances = {name: _SHARES[precision] * m for name, m in zip(names, magnitudes, strict=True)}
     return Expected(to_json([given]).encode(), to_json(results).encode(), tolerances)
 
 
