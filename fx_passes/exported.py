@@ -6,10 +6,6 @@ a call of that layer again, so that folding and quantizing give what they give f
 
 from __future__ import annotations
 
-import ast
-import functools
-import math
-import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +24,7 @@ from fx_passes.frames import failure_reason, traced_source
 from fx_passes.ops import OPS, Role
 from fx_passes.patching import activate
 from fx_passes.quiet import quiet_torch
+from fx_passes.size_conditions import UntranslatableError, condition_node
 from fx_passes.state import restored_state
 from fx_passes.trace_args import ArgumentPlan
 from fx_passes.wrap import records, wrapped_calls
@@ -66,17 +63,13 @@ def exported_graph(model: nn.Module, example_inputs: Any, varying: tuple[Any, An
     free = None if varying is None else _differing(*(_tensors(ArgumentPlan(model, None, inputs)) for inputs in varying))
     try:
         return _Importer(model, plan, _export(model, plan, free), free).graph
-    except _Untranslatable as relation:
+    except UntranslatableError as relation:
         if free is not None:
             raise CaptureError(
                 f"torch.export relates dynamic sizes by '{relation}', which a graph cannot check"
             ) from None
         fixed = [frozenset[int]()] * len(_tensors(plan))
         return _Importer(model, plan, _export(model, plan, fixed), fixed).graph
-
-
-class _Untranslatable(Exception):
-    """A condition on sizes that is no arithmetic of Python's."""
 
 
 class _WrappedCallError(BaseException):
@@ -235,50 +228,14 @@ class _Importer:
                 self._check(self.graph.call_method("size", (value, d)), size, f"{node.name}.shape[{d}]")
         for text in getattr(self.exported, "_guards_code", ()):
             if not re.fullmatch(r"L(\[[^\]]+\])+\.size\(\)\[\d+\] == \d+", text):
-                condition = self._condition(ast.parse(text, mode="eval").body)
-                self._check(condition, True, re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape"))
+                words = re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape")
+                self._check(condition_node(self.graph, text, self.values), True, words)
 
     def _check(self, value: Any, expected: Any, text: str) -> None:
         self._call(check_branch, value, expected, text)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Node:
         return self.graph.call_function(function, args)
-
-    def _condition(self, tree: ast.expr) -> Any:
-        """A node that computes a condition on sizes, as torch.export words it."""
-        if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)):
-            return tree.value
-        if isinstance(tree, ast.BinOp) and type(tree.op) in _BINARY:
-            return self._call(_BINARY[type(tree.op)], self._condition(tree.left), self._condition(tree.right))
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return self._call(operator.neg, self._condition(tree.operand))
-        if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARISONS:
-            left, right = self._condition(tree.left), self._condition(tree.comparators[0])
-            return self._call(_COMPARISONS[type(tree.ops[0])], left, right)
-        if isinstance(tree, ast.BoolOp):
-            parts = [self._condition(part) for part in tree.values]
-            joined = operator.and_ if isinstance(tree.op, ast.And) else operator.or_
-            return functools.reduce(lambda a, b: self._call(joined, a, b), parts)
-        if isinstance(tree, ast.Call) and ast.unparse(tree.func) in _FUNCTIONS:
-            return self._call(_FUNCTIONS[ast.unparse(tree.func)], *(self._condition(a) for a in tree.args))
-        if isinstance(tree, ast.Subscript) and isinstance(tree.value, ast.Call):
-            function, index = tree.value.func, tree.slice
-            if isinstance(function, ast.Attribute) and function.attr == "size" and isinstance(index, ast.Constant):
-                return self.graph.call_method("size", (self._source(function.value), index.value))  # type: ignore[arg-type]
-        raise _Untranslatable(ast.unparse(tree))
-
-    def _source(self, tree: ast.expr) -> Node:
-        """The node of an argument, which torch.export calls L['name'], or L['name'][0]['key'] inside structures."""
-        path: list[Any] = []
-        while isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
-            path.insert(0, tree.slice.value)
-            tree = tree.value
-        found: Any = self.values
-        for key in path:
-            found = found[key]
-        if not isinstance(found, Proxy):
-            raise _Untranslatable(ast.unparse(tree))
-        return found.node
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -361,26 +318,6 @@ class _Importer:
         raise LoweringError(f"the model returns a {kind.__name__}, which a graph cannot build")
 
 
-_BINARY = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: math.pow,
-}
-_COMPARISONS = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f"torch.{f.__name__}": f for f in (torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_int, torch.sym_float)},
-    **{f"math.{f.__name__}": f for f in (math.ceil, math.floor, math.trunc, math.sqrt)},
-}
 _OP_OF_MODULE = {module: op for op in OPS.values() for module in op.modules}
 
 

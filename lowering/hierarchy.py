@@ -58,10 +58,10 @@ def lower_children(model: nn.Module, sizes: ShapeRange, request: Request, refusa
     refuse_fallbacks([whole], request.settings)
     root = own_copy(model)
     choice = choose(root, sizes, request.data)
-    if not choice.children:
-        lines = "".join(f"\n  - {path}: {reason}" for path, reason in choice.refused.items())
-        raise CaptureError(f"{refusal.what}; and no submodule of it can be lowered either{lines}", hint=refusal.hint)
     lowered = LoweredChildren(root, choice, sizes, request)
+    if not lowered.children:
+        lines = "".join(f"\n  - {fallback.node}: {fallback.reason}" for fallback in lowered.fallbacks)
+        raise CaptureError(f"{refusal.what}; and no submodule of it can be lowered either{lines}", hint=refusal.hint)
     share = lowered.flops / choice.flops if choice.flops else 1.0
     details = details_of(request, choice.flops, share, {"route": "children", "reason": refusal.what})
     return LoweredModule(WithChildren(root, lowered.children), lowered.infos, [whole, *lowered.fallbacks], details)
@@ -78,15 +78,17 @@ def lower_leaves(model: nn.Module, parts: Segmented, sizes: ShapeRange, request:
     Returns:
         What was lowered, or None if there is nothing.
     """
-    nodes = [n for n in parts.glue.graph.find_nodes(op="call_module") if n.meta.get("untraceable") and n.meta["python"]]
+    nodes = [
+        n for n in parts.glue.graph.find_nodes(op="call_module") if n.meta.get("untraceable") and n.meta.get("python")
+    ]
     leaves = [str(n.target) for n in nodes if computes(parts.glue.get_submodule(str(n.target)))]
     if not leaves:
         return None
     root = own_copy(model)
     choice = choose(root, sizes, request.data, below=leaves)
-    if not choice.children:
-        return None
     lowered = LoweredChildren(root, choice, sizes, request)
+    if not lowered.children:
+        return None
     for leaf in leaves:
         set_submodule(parts.glue, leaf, root.get_submodule(leaf))
     return lowered
@@ -226,7 +228,7 @@ class LoweredChildren:
         self.infos: list[SegmentInfo] = []
         self.fallbacks = [Fallback(path, None, reason) for path, reason in _outermost(choice)]
         self.flops = 0.0
-        if request.quantizes:
+        if request.quantizes and choice.children:
             _quantize(root, choice, sizes, request)
         inputs = _inputs(root, choice.children, sizes)
         for child in choice.children:
