@@ -82,8 +82,11 @@ def functionalize_fresh(graph: Graph) -> None:
             user.replace_input_with(value, node)
 
 
-_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-_WRITES = {
+_SCATTERS: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+_WRITES: dict[Any, Any] = {
     aten.copy_.default: aten.copy.default,
     aten.fill_.Scalar: aten.fill.Scalar,
     aten.fill_.Tensor: aten.fill.Tensor,
