@@ -51,6 +51,45 @@ def test_weights_are_not_copied() -> None:
     assert model[3].weight.data_ptr() in held
 
 
+@pytest.mark.parametrize(
+    ("precision", "converted"), [("fp32", False), ("fp16", False), ("int8", False), ("int8", True)]
+)
+def test_what_the_caller_does_to_the_weights_later_changes_nothing(precision: str, converted: bool) -> None:
+    from fx_passes import convert_fx, prepare_calibration_fx
+    from lowering import lower_to_trt
+
+    def model() -> nn.Module:
+        if not converted:
+            return small().eval()
+        prepared = prepare_calibration_fx(small().eval(), IMAGE, target="tensorrt-rtx")
+        prepared(IMAGE)
+        return convert_fx(prepared)
+
+    changed = model()
+    lowered = lower_to_trt(changed, IMAGE, precision=precision, calibration=[IMAGE])
+    with torch.no_grad():
+        for value in (*changed.parameters(), *changed.buffers()):
+            value.zero_()
+    expected = lower_to_trt(model(), IMAGE, precision=precision, calibration=[IMAGE])
+    assert torch.equal(lowered.simulate(IMAGE), expected.simulate(IMAGE))
+    assert lowered.simulate(IMAGE).abs().sum() > 0
+
+
+def test_weights_that_were_cast_are_one_copy_in_network_and_simulation() -> None:
+    from lowering.settings import Settings
+    from lowering.trt.backend import TensorRTBackend
+
+    program = aten_program(small(), IMAGE)
+    backend = TensorRTBackend("fp16", None, Settings(float_type="fp16"))
+    assert backend.unsupported("segment_0", program) == {}
+    network = backend._defined[id(program)][1]
+    _, reference = backend._build(program, "segment_0")
+    held = {value.data_ptr() for value in network.kept}
+    cast = [value for value in reference.record.weights.values() if value.dtype == torch.float16]
+    assert len(cast) == 4
+    assert all(value.data_ptr() in held for value in cast)
+
+
 def test_workspace_too_small_is_an_error_with_the_logs_first_line(capfd, caplog) -> None:
     network = lower(small(), IMAGE)
     with pytest.raises(BuildError, match=r"gives no engine for network 'test'.*workspace limit"):
