@@ -47,7 +47,8 @@ def equalize_fx(
         example_inputs: as for `trace`.
         takes_part: which layers' weights may be changed.
         clips: scale through ReLU6 too, which becomes a ReLU and a minimum with one bound for each channel. ONNX
-            Runtime has no integer kernel for that, so `prepare_calibration_fx` does it for TensorRT only.
+            Runtime has no integer kernel for that, and a ReLU6 evens out activations by itself, so
+            `prepare_calibration_fx` does it for TensorRT with per-tensor weights only.
 
     Returns:
         A fused graph. `meta["equalize_report"]` is a list of (names of the layers that write a value, what was done).

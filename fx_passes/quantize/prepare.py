@@ -102,11 +102,13 @@ def _attention_written_out(fused: GraphModule, config: QConfig) -> tuple[GraphMo
 
 def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
     """`fused`, or where its configuration asks for it a copy with equalized channels."""
-    asked = {node.name for node, options in config.resolve(fused).items() if options.equalize}
+    asked = {node.name: options for node, options in config.resolve(fused).items() if options.equalize}
     if not asked:
         return fused
+    # A ReLU6 evens out ranges by itself: scaling through it helps weights that share one scale, and costs elsewhere.
     # ONNX Runtime makes no integer kernel of a convolution before a clip with a bound for each channel.
-    return equalize_fx(fused, takes_part=lambda node: node.name in asked, clips=target != "onnxruntime")
+    clips = target != "onnxruntime" and all(options.weight == "per_tensor" for options in asked.values())
+    return equalize_fx(fused, takes_part=lambda node: node.name in asked, clips=clips)
 
 
 def fused_float(model: nn.Module, example_inputs: Any = None) -> GraphModule:
