@@ -241,11 +241,16 @@ def _shared_dims(inputs: list[TensorSpec]) -> tuple[dict[int, Any], ...]:
             if name is None:
                 entry[d] = Dim.STATIC
             elif uses[name] > 1 or row.count(name) > 1:
-                entry[d] = dims.setdefault(name, Dim(name, min=spec.min[d], max=spec.max[d]))
+                entry[d] = dims.setdefault(name, Dim(name, min=spec.min[d], max=_most(spec, d)))
             else:
-                entry[d] = Dim.DYNAMIC(min=spec.min[d], max=spec.max[d])
+                entry[d] = Dim.DYNAMIC(min=spec.min[d], max=_most(spec, d))
         shapes.append(entry)
     return tuple(shapes)
+
+
+def _most(spec: TensorSpec, dim: int) -> int:
+    """The upper end of a dynamic range: at least 3, as torch.export reasons from 2 on, and 2 to 2 is a constant."""
+    return max(spec.max[dim], 3)
 
 
 def _symbol_name(spec: TensorSpec, dim: int) -> str:
@@ -262,7 +267,7 @@ def _independent_dims(inputs: list[TensorSpec]) -> tuple[dict[int, Any], ...]:
 
     return tuple(
         {
-            d: Dim.DYNAMIC(min=spec.min[d], max=spec.max[d]) if spec.is_dynamic(d) else Dim.STATIC
+            d: Dim.DYNAMIC(min=spec.min[d], max=_most(spec, d)) if spec.is_dynamic(d) else Dim.STATIC
             for d in range(len(spec.min))
         }
         for spec in inputs

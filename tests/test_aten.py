@@ -405,3 +405,11 @@ class TestErrors:
         spec = TensorSpec("t", torch.float32, (1, 3, 4), (2, 3, 4), (8, 3, 4))
         with pytest.raises(InputError, match=text):
             to_aten(graph_of(lambda t: t + 1), [spec], (example,))
+
+
+def test_a_range_up_to_two_stays_dynamic():
+    graph = graph_of(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"))
+    x = torch.randn(2, 3, 4, 4)
+    program = to_aten(graph, [TensorSpec("x", x.dtype, (1, 3, 4, 4), (1, 3, 4, 4), (2, 3, 4, 4))], (x,))
+    for n in (1, 2):
+        torch.testing.assert_close(program(x[:n])[0], graph(x[:n])[0])
