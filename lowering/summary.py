@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["details_of", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
 
-_PACKAGES = ("torch", "onnx", "onnxruntime", "tensorrt_rtx_cu13", "tensorrt")
+_PACKAGES = ("torch", "onnx", "onnxruntime", "openvino", "tensorrt_rtx_cu13", "tensorrt")
 _LISTED_ROWS = 12
 
 
