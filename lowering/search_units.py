@@ -90,7 +90,13 @@ def widened(fused: GraphModule, qconfig: QConfig | Mapping[Any, Any] | None) -> 
     graph, products = write_out_attention(fused)
     wanted = QConfig.of(qconfig)
     configs = {node.name: config for node, config in wanted.resolve(graph).items()}
-    more = {name: {"dtype": "int8"} for pair in products for name in pair if configs[name].dtype != "float"}
+    more = {
+        # The range that calibration saw: softmax's own, 0 to 1, leaves 127 steps for weights that are all small.
+        name: {"dtype": "int8", "observer": configs[name].observer or "minmax"}
+        for pair in products
+        for name in pair
+        if configs[name].dtype != "float"
+    }
     return graph, QConfig({**{key: wanted[key] for key in wanted}, **more})
 
 

@@ -18,6 +18,8 @@ from fx_passes.quantize.convert import float_reference
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values
+from fx_passes.quantize.observers import MinMaxObserver
+from fx_passes.quantize.prepare import observers_of
 from lowering import lower_to_trt
 from lowering.cli_options import Target
 from lowering.compare import sqnr
@@ -273,6 +275,8 @@ def test_products_of_an_attention_are_quantized_unless_kept_float() -> None:
         placed = {n.name: n.meta["quantization"].quantized for n in prepared.graph.nodes if "matmul" in str(n.target)}
         assert len(placed) == 2
         assert set(placed.values()) == {int8}
+        observers = {name: type(observer) for name, observer in observers_of(prepared).items() if "weights" in name}
+        assert list(observers.values()) == [MinMaxObserver] * int8
 
 
 class Counting(Net):
