@@ -169,4 +169,6 @@ def has_effects(node: Node, root: nn.Module) -> bool:
     bound = bind(node)
     if op.name == "scaled_dot_product_attention":
         return bool(bound.get("dropout_p", 0.0))
+    if op.name == "batch_norm" and "running_mean" in bound and bound["running_mean"] is bound["running_var"] is None:
+        return False  # statistics of the batch, kept nowhere
     return bound.get("training", bound.get("train", bound.get("use_input_stats", True))) is not False

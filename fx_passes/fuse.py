@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fx_passes.computed_weights import fold_computed_weights
 from fx_passes.copying import eval_copy
 from fx_passes.effects import has_effects
 from fx_passes.errors import StageError
@@ -17,11 +18,11 @@ from fx_passes.ops import op_of
 from fx_passes.parametrized import resolve_parametrizations
 from fx_passes.trace import trace
 
-__all__ = ["fuse_fx"]
+__all__ = ["fuse_fx", "fuse_trainable"]
 
 
 def fuse_fx(model: nn.Module, example_inputs: Any = None, *, varying: tuple[Any, Any] | None = None) -> GraphModule:
-    """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve weight norm.
+    """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve computed weights.
 
     Args:
         model: a module, of which an eval copy is traced, or a graph traced in eval mode. It is not changed, and the
@@ -40,9 +41,20 @@ def fuse_fx(model: nn.Module, example_inputs: Any = None, *, varying: tuple[Any,
         >>> [str(n.target) for n in fuse_fx(model).graph.nodes if n.op == "call_module"]
         ['0', '2']
     """
+    return _fused(model, example_inputs, varying, computed=True)
+
+
+def fuse_trainable(gm: GraphModule) -> GraphModule:
+    """`fuse_fx` for a graph that is trained further: a weight that is computed from parameters stays computed."""
+    return _fused(gm, None, None, computed=False)
+
+
+def _fused(model: nn.Module, example_inputs: Any, varying: tuple[Any, Any] | None, *, computed: bool) -> GraphModule:
     report: list[tuple[str, str]] = []
     gm = _functional_eval_graph(model, example_inputs, varying, report)
     _remove_inert(gm, report)
+    if computed:
+        fold_computed_weights(gm, report)
     fold_batch_norms(gm, report)
     remove_dead_code(gm)
     delete_unused(gm)

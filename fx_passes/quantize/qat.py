@@ -82,9 +82,9 @@ def prepare_qat_fx(
     """
     scheme = target_scheme(target)
     gm, training = _trainable_graph(model)
-    from fx_passes.fuse import fuse_fx
+    from fx_passes.fuse import fuse_trainable
 
-    fused, config = fuse_fx(gm), QConfig.of(qconfig)
+    fused, config = fuse_trainable(gm), QConfig.of(qconfig)
     _check_options(fused, config)
     deployed = annotate(fused, target, config)
     values = quantized_values(deployed.graph)
