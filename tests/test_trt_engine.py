@@ -210,6 +210,13 @@ def test_engine_that_cannot_be_loaded_says_what_it_is_and_why(make) -> None:
         EngineRunner(b"other", ["a", "b"], ["p"], CPU, FakeStreams(STREAM), described="the engine is RTX 1.7 (for 8.9)")
 
 
+def test_a_lean_runtime_is_loaded_from_the_callers_path(make) -> None:
+    runner, _ = make(lean_runtime="libnvinfer_lean.so")
+    assert torch.equal(runner(torch.ones(2, 3), torch.ones(2, 3))[0], torch.full((2, 3), 2.0))
+    with pytest.raises(BackendUnavailableError, match="cannot load this engine"):
+        make(lean_runtime="another.so")
+
+
 def test_native_graphs_are_a_setting_of_the_context(make) -> None:
     runner, engine = make(native_graphs=True)
     runner(torch.ones(2, 3), torch.ones(2, 3))
@@ -469,6 +476,18 @@ def test_the_runner_gets_the_engine_for_its_gpu_once(engine: TrtEngine, monkeypa
     assert cuda.runners[0][1]["native_graphs"]
     assert "for 8.9" in cuda.runners[0][1]["described"]
     assert "RTX 4090" in cuda.runners[0][1]["described"]
+
+
+def test_a_version_compatible_engine_in_a_later_version_asks_for_its_lean_runtime(engine, monkeypatch) -> None:
+    cuda = FakeCuda(monkeypatch, (8, 0), "A100")
+    monkeypatch.setattr(bindings, "flavour", lambda: "tensorrt")
+    monkeypatch.setattr(bindings, "version", lambda: "10.15.0.1")
+    module = TrtEngine([EngineFile(b"80", LATER)], None, engine.inputs, engine.outputs)
+    with pytest.raises(BackendUnavailableError, match=r"lean runtime of 10\.13\.3\.9(?s:.*)attribute lean_runtime"):
+        module._runner(torch.device("cuda", 0))
+    module.lean_runtime = "libnvinfer_lean.so"
+    module._runner(torch.device("cuda", 0))
+    assert cuda.runners[0][1]["lean_runtime"] == "libnvinfer_lean.so"
 
 
 def test_no_engine_for_this_gpu(engine: TrtEngine, monkeypatch) -> None:

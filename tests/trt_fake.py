@@ -153,6 +153,9 @@ def fake_module(engine: FakeEngine, data: bytes) -> type:
         def __init__(self, logger: Any):
             assert logger is bindings.logger()
 
+        def load_runtime(self, path: str) -> Any:
+            return Runtime(bindings.logger()) if path == "libnvinfer_lean.so" else None
+
         def deserialize_cuda_engine(self, plan: bytes) -> FakeEngine | None:
             if plan == data:
                 return engine

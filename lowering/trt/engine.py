@@ -42,6 +42,10 @@ class TrtEngine(nn.Module):
         inputs: specs of the inputs, in order.
         outputs: names of the outputs, in order.
         cuda_graphs: replay the run as a CUDA graph for each shape.
+
+    Attributes:
+        lean_runtime: path of the lean runtime library of the TensorRT that built a version compatible engine. A later
+            TensorRT needs it, as the engine file has no host code in it; None if the versions are the same.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class TrtEngine(nn.Module):
         self.reference = reference
         self.inputs, self.outputs = list(inputs), list(outputs)
         self.cuda_graphs = cuda_graphs
+        self.lean_runtime: str | None = None
         self._runners: dict[torch.device, EngineRunner | GraphedRunner] = {}
         self._lock = threading.Lock()
 
@@ -93,7 +98,7 @@ class TrtEngine(nn.Module):
             BackendUnavailableError: none fits; the text says what there is and what the GPU is.
         """
         with torch.cuda.device(device):
-            self._runner(device)
+            self._runner(torch.device("cuda", torch.cuda.current_device()))
 
     def _runner(self, device: torch.device) -> EngineRunner | GraphedRunner:
         with self._lock:  # deserializing is not for two threads at once
@@ -107,6 +112,16 @@ class TrtEngine(nn.Module):
         self._choose_flavour()
         targets = [file.target for file in self.engines]
         chosen = self.engines[fitting(targets, bindings.flavour(), bindings.version(), capability, name)]
+        if (
+            chosen.target.flavour == "tensorrt"
+            and chosen.target.version != bindings.version()
+            and not self.lean_runtime
+        ):
+            raise BackendUnavailableError(
+                f"the engine is {chosen.target}; TensorRT {bindings.version()} runs it through the lean runtime of "
+                f"{chosen.target.version}, which is a library of its own",
+                hint="set the attribute lean_runtime of the TrtEngine to its path (libnvinfer_lean.so)",
+            )
         native = self.cuda_graphs and bindings.has("CudaGraphStrategy.WHOLE_GRAPH_CAPTURE")
         runner = EngineRunner(
             chosen.data,
@@ -114,6 +129,7 @@ class TrtEngine(nn.Module):
             self.outputs,
             device,
             TorchStreams(),
+            lean_runtime=None if built_here else self.lean_runtime,
             native_graphs=native,
             described=f"the engine is {chosen.target}; the GPU is {name}, compute capability {capability}",
         )

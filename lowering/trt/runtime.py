@@ -88,6 +88,8 @@ class EngineRunner:
         outputs: names of the outputs in the caller's order.
         device: where it runs.
         streams: the raw CUDA stream to enqueue on, and waiting for another one.
+        lean_runtime: shared library of the lean runtime of the version that built the engine, for a version compatible
+            engine in a later TensorRT. It is code of the machine's own, not of the engine file.
         native_graphs: let the runtime capture and replay CUDA graphs by itself (TensorRT-RTX).
         described: what the engine was built for and where it is loaded, for error messages.
 
@@ -103,13 +105,16 @@ class EngineRunner:
         device: torch.device,
         streams: Streams,
         *,
+        lean_runtime: str | None = None,
         native_graphs: bool = False,
         described: str = "",
     ):
         self.device, self.streams, self._native_graphs = device, streams, native_graphs
         with collect_log() as log:
             self._runtime = trt.Runtime(logger())
-            self._engine = self._runtime.deserialize_cuda_engine(data)
+            if lean_runtime is not None:
+                self._host, self._runtime = self._runtime, self._runtime.load_runtime(lean_runtime)
+            self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
             raise BackendUnavailableError(
                 f"TensorRT cannot load this engine: {_reason(log)}" + (f"\n  {described}" if described else ""),

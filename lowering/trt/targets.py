@@ -58,6 +58,10 @@ class EngineTarget:
             return False
         if self.version_compatible:
             return _numbers(version)[:1] == _numbers(self.version)[:1] and _numbers(version) >= _numbers(self.version)
+        return self.built_by(version)
+
+    def built_by(self, version: str) -> bool:
+        """Whether a version of TensorRT is the one that built it."""
         return _numbers(version)[:3] == _numbers(self.version)[:3]
 
 
