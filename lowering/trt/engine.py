@@ -112,11 +112,8 @@ class TrtEngine(nn.Module):
         self._choose_flavour()
         targets = [file.target for file in self.engines]
         chosen = self.engines[fitting(targets, bindings.flavour(), bindings.version(), capability, name)]
-        if (
-            chosen.target.flavour == "tensorrt"
-            and chosen.target.version != bindings.version()
-            and not self.lean_runtime
-        ):
+        built_here = chosen.target.flavour == "rtx" or chosen.target.built_by(bindings.version())
+        if not built_here and self.lean_runtime is None:
             raise BackendUnavailableError(
                 f"the engine is {chosen.target}; TensorRT {bindings.version()} runs it through the lean runtime of "
                 f"{chosen.target.version}, which is a library of its own",
