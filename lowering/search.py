@@ -10,15 +10,14 @@ int8, reads their kernels from the builder's listing and compares their roofline
 2. The engine without int8 and the one with all of it are built. Kernels belong to units by the names that the network
    gave them, so the two listings predict what each group gains. The groups that gain are the first placement.
 3. Groups are toggled one after the other, the least certain first, and stay toggled where a build has a lower floor.
-4. If the model is then too far from its float outputs, the units with the least gain per noise return to float, as few
-   as the limit allows (found by bisection).
+4. Groups that are too noisy by themselves are left out from the start. If the model is still too far from its float
+   outputs, the units with the least gain per noise return to float, as few as the limit allows (found by bisection).
 5. A placement that is no faster than the engine without int8 is dropped: the model stays float, with that reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,18 @@ from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values
 from lowering.roofline import Floor, Gpu, gpu_named, representative_gpu
-from lowering.search_units import Choice, Engines, Listing, Unit, choice_of, units_of, widened, with_gains
+from lowering.search_units import (
+    Choice,
+    Engines,
+    Listing,
+    Unit,
+    bearable,
+    choice_of,
+    groups_of,
+    units_of,
+    widened,
+    with_gains,
+)
 
 if TYPE_CHECKING:
     from lowering.aten import AtenProgram
@@ -193,7 +203,8 @@ def search_placement(
         raise CalibrationError("there is no calibration data to search a placement on", hint="pass calibration=")
     engines = Engines(programs, listing, gpu)
     units = with_gains(units_of(prepared, layer_errors(prepared, batches[0])), engines)
-    fastest = _lowest_floor(units, engines, wish.builds)
+    quiet = bearable(units, wish.sqnr_db)
+    fastest = _lowest_floor(quiet, engines, wish.builds)
     accuracy = _Accuracy(prepared, batches)
     allowed = _within_limit(fastest, accuracy, wish.sqnr_db)
     # Fewer units than the fastest placement has need not gain together what they gain in it.
@@ -202,7 +213,8 @@ def search_placement(
     no_gain, gains = (f"int8 {does} the roofline floor on {gpu.name}" for does in ("does not lower", "lowers"))
     decisions = {}
     for unit in units:
-        reason = gains if unit in kept else noisy if unit in fastest and unit not in allowed else no_gain
+        loud = unit not in quiet or (unit in fastest and unit not in allowed)
+        reason = gains if unit in kept else noisy if loud else no_gain
         for name, form in unit.layers.items():
             decisions[name] = Decision(unit in kept, reason, form if unit in kept else None)
     return Placement(
@@ -236,13 +248,11 @@ def _enough(data: Iterable[Any], samples: int) -> list[Any]:
 
 def _lowest_floor(units: Sequence[Unit], engines: Engines, builds: int) -> list[Unit]:
     """The units of the placement with the lowest floor that the builds allow to find."""
-    groups: dict[tuple[Any, ...], list[Unit]] = defaultdict(list)
-    for unit in units:
-        groups[(unit.form, *unit.layers.values())].append(unit)
+    groups = groups_of(units)
     expected = {key: sum(unit.gain for unit in members) for key, members in groups.items()}
 
     def members(keys: frozenset[Any]) -> list[Unit]:
-        return [unit for unit in units if (unit.form, *unit.layers.values()) in keys]
+        return [unit for unit in units if unit.group in keys]
 
     def floor(keys: frozenset[Any]) -> float:
         return engines.floor(choice_of(members(keys))).total_us + _WORTH_US * len(keys)

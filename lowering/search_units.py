@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
     from lowering.aten import AtenProgram
     from lowering.trt.layers import LayerReport
 
-__all__ = ["Choice", "Engines", "Listing", "Unit", "choice_of", "units_of", "widened", "with_gains"]
+__all__ = [
+    "Choice",
+    "Engines",
+    "Listing",
+    "Unit",
+    "bearable",
+    "choice_of",
+    "groups_of",
+    "units_of",
+    "widened",
+    "with_gains",
+]
 
 Choice = Mapping[str, "Granularity | None"]
 """The layers in int8 by node name, each with the granularity of its weight scales (None: it has no weight)."""
@@ -46,6 +58,11 @@ class Unit:
     form: tuple[Any, ...]
     noise: float
     gain: float = 0.0
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Units of one group are tried together."""
+        return (self.form, *self.layers.values())
 
 
 @dataclass
@@ -194,3 +211,23 @@ def _costs(rows: Sequence[dict[str, Any]], labels: Mapping[str, tuple[int, bool]
         for unit in owners:
             costs[unit] += (max(terms) + LAUNCH_US) / len(owners)
     return costs
+
+
+def groups_of(units: Sequence[Unit]) -> dict[tuple[Any, ...], list[Unit]]:
+    """The units by group, in graph order."""
+    groups: dict[tuple[Any, ...], list[Unit]] = defaultdict(list)
+    for unit in units:
+        groups[unit.group].append(unit)
+    return groups
+
+
+def bearable(units: Sequence[Unit], limit: float) -> list[Unit]:
+    """The units of groups that may be int8 by their own noise: what is built without the others is another placement
+    than what is left of one with them. The noise is an estimate, so twice of what the limit allows is let through.
+    """
+    loud = {
+        key
+        for key, members in groups_of(units).items()
+        if sum(u.noise for u in members) > 2.0 * 10.0 ** (-limit / 10.0)
+    }
+    return [unit for unit in units if unit.group not in loud]

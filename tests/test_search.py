@@ -25,6 +25,7 @@ from lowering.cli_options import Target
 from lowering.compare import sqnr
 from lowering.roofline import gpu_named
 from lowering.search import PlacementSearch, placement_text, search_placement, widened
+from lowering.search_units import Unit, bearable
 from lowering.trt.layers import LayerReport
 
 IMAGES = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(0))
@@ -314,3 +315,10 @@ def test_the_command_lines_wishes() -> None:
     assert Target(placement="auto", gpu="L4").search() == PlacementSearch(gpu="L4")
     with pytest.raises(InputError, match="add --placement auto"):
         Target(gpu="L4").search()
+
+
+def test_groups_that_are_too_noisy_by_themselves_are_never_tried() -> None:
+    loud = [Unit({name: None}, ("product",), noise=0.015, gain=9.0) for name in ("a", "b")]  # 0.03 together
+    quiet = Unit({"c": "per_tensor"}, ("linear",), noise=0.019)
+    assert bearable([*loud, quiet], 20.0) == [quiet]  # 20 dB are a noise of 0.01; the estimate may be twice that
+    assert bearable([*loud, quiet], 15.0) == [*loud, quiet]
