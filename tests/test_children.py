@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -294,6 +295,57 @@ def test_loads_in_a_fresh_process(tmp_path):
     folder = str((tmp_path / "artifact").rename(tmp_path / "moved"))
     args = [sys.executable, "-c", program, __file__.rpartition("/")[0], folder, str(tmp_path / "expected")]
     subprocess.run(args, check=True, timeout=120)
+
+
+# --- as language models are written
+
+
+@dataclasses.dataclass
+class Output:
+    scores: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, states, mask=None, output_all=False):
+        scores = self.project(states) @ states.transpose(1, 2)
+        scores = scores if mask is None else scores.masked_fill(~mask, -1e4)
+        return (self.norm(states + scores.softmax(2) @ states), *((scores,) if output_all else ()))
+
+
+class Masked(nn.Module):
+    """Tensors by keyword, a mask that is looked at, a dataclass out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(20, 8), nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens=None, mask=None):
+        states = (self.embed(tokens),)
+        keep = None if mask is None or bool(mask.all()) else mask[:, None].bool()
+        for layer in self.layers:
+            states = (*states, layer(states[-1], mask=keep)[0])
+        return Output(self.head(states[-1]), hidden=states)
+
+
+def test_keyword_tensors_and_a_dataclass(tmp_path):
+    model, tokens = Masked().eval(), torch.arange(12).reshape(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, 4:] = 0
+    inputs = {"tokens": tokens, "mask": mask}
+    lowered = lower_to_trt(model, inputs, precision="fp32", dynamic_batch=(1, 2, 4))
+    assert [s.name for s in lowered.segments] == ["layers.0", "layers.1", "head"]
+    lowered.save(tmp_path / "artifact")
+    for run in (lowered, load(tmp_path / "artifact", model=Masked())):
+        found, expected = run.simulate(**inputs), model(**inputs)
+        assert type(found) is Output
+        close((found.scores, found.hidden), (expected.scores, expected.hidden))
 
 
 # --- what is refused
