@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fx_passes.errors import StageError
+from fx_passes.quantize.compiling import outside_compile
 from fx_passes.quantize.decomposed import decomposed
 from fx_passes.quantize.observers import Observer
 from fx_passes.quantize.scheme import QuantScheme
@@ -123,7 +124,7 @@ class FakeQuantize(nn.Module):
             self._known = self.calibrated
         return self._known
 
-    @torch.compiler.disable
+    @outside_compile
     def _observe(self, x: Tensor) -> None:
         """Take `x` into the range: Python that decides by values, which `torch.compile` steps over."""
         self.observer(x)
@@ -135,7 +136,7 @@ class FakeQuantize(nn.Module):
             self.scale.fill_(scale)
             self.zero_point.fill_(zero_point)
 
-    @torch.compiler.disable
+    @outside_compile
     def _deployed(self, x: Tensor) -> Tensor:
         """The very operators of the converted graph."""
         s, ops = self.scheme, decomposed()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fx_passes.errors import QuantizationError
 from fx_passes.fold import fold_batch_norm
 from fx_passes.quantize.annotation import Granularity
+from fx_passes.quantize.compiling import outside_compile
 from fx_passes.quantize.fake_quant import QatState, check_state, fake_quantize
 from fx_passes.quantize.layer import Layer
 from fx_passes.quantize.scheme import TargetScheme
@@ -120,7 +121,7 @@ class QatLayer(nn.Module):
         """Scales of the folded weight, as they are deployed."""
         return self.scaling.of(weight, bias, input_scale, None if self.step is None else self.step.abs())
 
-    @torch.compiler.disable
+    @outside_compile
     def _rounded(self, weight: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         axis = self.scaling.axis
         step = _number(input_scale)
@@ -150,7 +151,7 @@ class QatLayer(nn.Module):
         scale = self._grid(weight, bias, norm, input_scale)
         return fake_quantize(weight.float(), scale, 0, self.scheme.weight).to(weight.dtype)
 
-    @torch.compiler.disable
+    @outside_compile
     def _grid(self, weight: Tensor, bias: Tensor | None, norm: Any, input_scale: Tensor | None) -> Tensor:
         """Scales of the folded weight over the factors that folding multiplies it with, shaped like the weight."""
         step = _number(input_scale)
