@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowering.inputs import ShapeRange
     from lowering.request import Request
 
-__all__ = ["captured"]
+__all__ = ["captured", "warn_of_few"]
 
 
 def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModule:
@@ -60,10 +60,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
         fused, qconfig = widened(fused, qconfig)
     prepared = prepare_calibration_fx(fused, inputs, target=target, qconfig=qconfig)
     if not data:
-        warnings.warn(
-            "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
-            stacklevel=4,
-        )
+        warn_of_few(stacklevel=5)
     with restored_state(model):  # calls that calibrate are none of the caller's: a counter in a buffer stays
         calibrate(prepared, data if data else [inputs], progress=request.shows_progress)
         return _converted(prepared, sizes, request)
@@ -79,6 +76,14 @@ def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Gr
     from lowering.search import searched
 
     return searched(prepared, sizes, request)
+
+
+def warn_of_few(stacklevel: int) -> None:
+    """Say that there is no calibration data, to whoever is `stacklevel` calls above."""
+    warnings.warn(
+        "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
+        stacklevel=stacklevel,
+    )
 
 
 def _check_target(model: GraphModule, target: str, request: Request) -> None:

@@ -7,7 +7,6 @@ makes a graph. The children are replaced in a copy that shares its tensors with 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fx_passes import convert_fx, prepare_calibration_fx
-from fx_passes.errors import CaptureError, InputError, LoweringError, QuantizationError
+from fx_passes.errors import CalibrationError, CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph_module import set_submodule
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import call_with_batch, shown, synchronize
@@ -24,6 +23,7 @@ from fx_passes.quantize.qconfig import QConfig
 from fx_passes.state import restored_state
 from lowering.arguments import bound_arguments, leaves_of
 from lowering.backend import built_segments
+from lowering.capture import warn_of_few
 from lowering.child_calls import replaced_forwards
 from lowering.children import LoweredChild, WithChildren, own_copy
 from lowering.choice import Child, Choice, choose, computes
@@ -56,6 +56,8 @@ def lower_children(model: nn.Module, sizes: ShapeRange, request: Request, refusa
         )
     whole = Fallback(type(model).__name__, refusal.source, refusal.what)
     refuse_fallbacks([whole], request.settings)
+    if request.quantizes and not request.data:
+        warn_of_few(stacklevel=5)
     root = own_copy(model)
     choice = choose(root, sizes, request.data)
     lowered = LoweredChildren(root, choice, sizes, request)
@@ -134,11 +136,6 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
 
         return observe
 
-    if not request.data:
-        warnings.warn(
-            "int8 is calibrated on the example inputs alone; pass calibration= with real data for usable accuracy",
-            stacklevel=6,
-        )
     batches: Any = request.data if request.data else [sizes.opt.inputs()]
     with restored_state(root), torch.no_grad(), replaced_forwards(root, observed):
         for batch in shown(batches) if request.shows_progress else batches:
@@ -150,9 +147,9 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
         synchronize(prepared[child.path])
         try:
             child.graph = convert_fx(prepared[child.path])
+        except CalibrationError:
+            raise
         except QuantizationError as error:
-            if "NaN" in error.what or "infinity" in error.what:
-                raise
             child.note = f"float: {error.what}"
 
 
