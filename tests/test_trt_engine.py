@@ -446,6 +446,15 @@ def test_engines_for_several_gpus_are_one_module(engine: TrtEngine, tmp_path) ->
     assert TrtEngine.from_artifact(tmp_path, "s", both.artifact_record()).engines == both.engines
 
 
+def test_cuda_graphs_are_a_setting_that_an_artifact_keeps(tmp_path) -> None:
+    from lowering import load, lower_to_trt
+
+    lowered = lower_to_trt(nn.ReLU(), IMAGE, precision="fp32", settings={"cuda_graphs": True})
+    assert lowered.backend_segments()[0].backend.cuda_graphs
+    lowered.save(tmp_path / "a")
+    assert load(tmp_path / "a").backend_segments()[0].backend.cuda_graphs
+
+
 class FakeCuda:
     """What `TrtEngine` asks torch about the GPU, on a machine without one."""
 
