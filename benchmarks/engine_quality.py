@@ -150,8 +150,9 @@ class _Case:
     def _float_file(self) -> Path:
         file = self.folder / "float.onnx"
         if not file.exists():
+            pair = torch.cat(self.images[:2])  # torch.export takes a batch of 1 for a constant
             torch.onnx.export(
-                self.model, (self.images[0],), file, dynamo=True, external_data=False, verbose=False,
+                self.model, (pair,), file, dynamo=True, external_data=False, verbose=False,
                 input_names=["image"], dynamic_shapes=({0: torch.export.Dim("batch")},),
             )  # fmt: skip
         return file
