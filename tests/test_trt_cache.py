@@ -309,6 +309,26 @@ def test_timings_of_another_gpu_are_begun_anew_and_said(tmp_path, caplog) -> Non
     assert "begun anew" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # RTX calls its timing cache deprecated: it does nothing
+def test_the_way_of_tensorrt_proper_on_real_bindings(tmp_path, monkeypatch, capfd, caplog) -> None:
+    """TensorRT-RTX has the same calls, so that everything but the measuring itself runs here."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    path, network = tmp_path / "timings", lower(net(), IMAGE)
+    network.flavour = "tensorrt"
+    options = BuildOptions(timing_cache=path, hardware_compatible=True)
+    engine = build_engine(network, settings=options, report=False)
+    assert (engine.target.compute_capabilities, engine.target.gpu) == (("8.0",), "NVIDIA A100")
+    assert engine.target.hardware_compatible
+    assert path.stat().st_size > 0
+    path.write_bytes(b"damaged")
+    with caplog.at_level(logging.WARNING, logger="lowering.tensorrt"):
+        assert build_engine(network, settings=options, report=False).data == engine.data
+    assert "timings is begun anew" in caplog.text
+    assert path.read_bytes() != b"damaged"
+    assert capfd.readouterr().err == ""
+
+
 def test_rtx_says_that_it_uses_no_timing_cache(tmp_path, caplog) -> None:
     path = tmp_path / "timings"
     assert build_engine(lower(net(), IMAGE), settings=BuildOptions(timing_cache=path), report=False).data

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowering.files import replace_file
+from lowering.trt.bindings import collect_log
 
 __all__ = ["keep_timings", "use_timings"]
 
@@ -26,9 +27,14 @@ def use_timings(config: Any, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path).expanduser()
     known = _read(path)
-    cache = config.create_timing_cache(known)
-    if cache is None or not config.set_timing_cache(cache, False):
-        _log.warning("the timing cache %s is of another TensorRT or GPU: it is begun anew", path.name)
+    with collect_log() as log:
+        cache = config.create_timing_cache(known)  # an empty one, and a message, if it cannot read them
+        taken = cache is not None and config.set_timing_cache(cache, False)
+    said = [*log.errors, *log.warnings]
+    if known and (said or not taken):
+        reason = said[0].strip() if said else "it is of another TensorRT or GPU"
+        _log.warning("the timing cache %s is begun anew: %s", path.name, reason)
+    if not taken:
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
@@ -42,10 +48,12 @@ def keep_timings(config: Any, path: str | os.PathLike[str]) -> None:
         return
     path = Path(path).expanduser()
     meanwhile = _read(path)
-    if meanwhile and (other := config.create_timing_cache(meanwhile)) is not None:
-        cache.combine(other, False)
+    with collect_log():
+        if meanwhile and (other := config.create_timing_cache(meanwhile)) is not None:
+            cache.combine(other, False)
+        timings = bytes(cache.serialize())
     try:
-        replace_file(path, bytes(cache.serialize()))
+        replace_file(path, timings)
     except OSError as error:
         _log.warning("the timing cache %s cannot be written: %s", path.name, error.strerror or error)
 
