@@ -114,7 +114,8 @@ class _Twin:
             args: tuple[Any, ...] = (source, scales, None, 0, *limits)
         else:
             value = self._value(node)
-            step = float(value.abs().max()) / limits[1] or 1.0  # type: ignore[operator]
+            highest: Any = limits[1]
+            step: float = float(value.abs().max()) / highest or 1.0
             rounded = (value / step).round().to(integers.dtype)
             whole = self._constant(source, "whole", rounded, source.meta["val"])
             target, args = decomposed().dequantize_per_tensor.default, (whole, step, 0, *limits)
