@@ -230,7 +230,8 @@ class _Saturating(nn.Module):
 
 def test_sums_that_overflow_16_bits_are_noticed_on_the_probe():
     net, x = _Saturating(127), torch.full((1, 16, 8, 8), 255.0)
-    run = session(net, spec("x", x), probe=[x])
+    run = session(net, spec("x", x))
+    run.settle_exactness([x])
     assert run.optimized_ops()["QLinearConv"] == 1
     assert torch.equal(run(x)[0], net(x)[0])
     assert torch.equal(copy.deepcopy(run)(x)[0], net(x)[0])
@@ -238,4 +239,6 @@ def test_sums_that_overflow_16_bits_are_noticed_on_the_probe():
 
 def test_where_nothing_overflows_the_fast_kernels_stay():
     x = torch.full((1, 16, 8, 8), 255.0)
-    assert not session(_Saturating(60), spec("x", x), probe=[x]).exact
+    other = session(_Saturating(60), spec("x", x))
+    other.settle_exactness([x])
+    assert not other.exact

@@ -50,26 +50,40 @@ class OnnxBackend:
 
             runtime_module()
         self.threads: int | None = settings.threads or torch.get_num_threads()
-        self._exported: dict[int, tuple[AtenProgram, OnnxFile]] = {}
+        self._made: dict[str, OnnxModel] = {}  # by segment; a new partition replaces what an old one left
 
     def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
-        """The node that torch's exporter refuses, with its words; `lower` takes the model if it refuses none."""
+        """The node that torch's exporter or the runtime refuses, with its words; `lower` takes what was made here.
+
+        Exporter and runtime stop at the first such node: the others come when the model is partitioned anew.
+        """
+        from lowering.onnx.export import named_node
+        from lowering.onnx.model import RefusedModelError
+
         try:
-            self._exported[id(program)] = (program, self._export(program, name))
+            model = self._export(program, name)
         except ExportError as error:
             if error.node is None:
                 raise
             return {error.node: error.what}
+        try:
+            session = self._session(model, program)
+        except RefusedModelError as error:
+            node = named_node(program, error.operator)
+            if node is None:
+                raise
+            return {node: error.what}
+        self._made[name] = session
         return {}
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
-        """Open a session on one segment; with "auto" on its float form too, and keep the faster."""
+        """Keep the session on one segment; with "auto" open one on its float form too, and keep the faster."""
         example = parts.measured.boundaries[name].example
-        _, model = self._exported.pop(id(program))
-        session = self._session(model, program, example)
+        session = self._made.pop(name)
+        self._settle(session, program, example)
         precision = "int8" if self.precision == "auto" else self.precision
         if self.precision == "auto" and not program.buffer_inputs:
-            other = self._session(self._export(float_twin(program), name), program, example)
+            other = self._session(self._export(float_twin(program), name), program)
             times = measure_interleaved({"int8": lambda: session(*example), "float": lambda: other(*example)}, rounds=5)
             if times["float"].median < times["int8"].median:
                 session, precision = other, str(self.settings.float_type)
@@ -90,27 +104,27 @@ class OnnxBackend:
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
         return exported_file(cast_float_part(program, dtype) if dtype != torch.float32 else program, name)
 
-    def _session(self, model: OnnxFile, program: AtenProgram, example: tuple[Tensor, ...]) -> OnnxModel:
+    def _session(self, model: OnnxFile, program: AtenProgram) -> OnnxModel:
+        from lowering.onnx.openvino import OpenVinoSession
+        from lowering.onnx.session import OnnxSession
+
+        if self.openvino:
+            return OpenVinoSession(model, program.inputs, program.outputs, threads=self.threads)
+        return OnnxSession(model, program.inputs, program.outputs, threads=self.threads, target=self.target)
+
+    def _settle(self, session: OnnxModel, program: AtenProgram, example: tuple[Tensor, ...]) -> None:
+        """What takes a call, or another parser, to know."""
         from lowering.onnx.session import OnnxSession
         from lowering.onnx.tensorrt_file import check_parser
 
-        if self.openvino:
-            from lowering.onnx.openvino import OpenVinoSession
-
-            return OpenVinoSession(model, program.inputs, program.outputs, threads=self.threads)
-        session = OnnxSession(
-            model,
-            program.inputs,
-            program.outputs,
-            threads=self.threads,
-            target=self.target,
-            probe=None if program.buffer_inputs else example,
-        )
         if self.target == "tensorrt":
             check_parser(session.file)
-            if not program.buffer_inputs:
-                session.expected = self._expected(session, example)
-        return session
+        if program.buffer_inputs:  # the example has no values for them
+            return
+        if isinstance(session, OnnxSession):
+            session.settle_exactness(example)
+        if self.target == "tensorrt":
+            session.expected = self._expected(session, example)
 
     def _expected(self, session: OnnxModel, example: tuple[Tensor, ...]) -> Expected | None:
         from lowering.onnx.expected import expect

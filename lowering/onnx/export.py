@@ -178,6 +178,17 @@ def _label(node: Node) -> str:
     return f"{path}.{name.removeprefix(f'{prefix}_')}"
 
 
+def named_node(program: AtenProgram, operator: str | None) -> Node | None:
+    """The aten node that the ONNX node called `operator` was made of, or None."""
+    if operator is None:
+        return None
+    nodes = {_label(node): node for node in program.call_nodes()}
+    for name in (operator, re.sub(r"_\d+$", "", operator), operator.rpartition("/")[0]):
+        if name in nodes:
+            return nodes[name]
+    return None
+
+
 def _name_nodes(model: onnx_ir.Model) -> None:
     """Names from the labels, made distinct; metadata, which holds paths and torch's own frames, reduced to `source`."""
     graph = model.graph

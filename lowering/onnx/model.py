@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fx_passes.errors import ArtifactError, InputError
+from fx_passes.errors import ArtifactError, InputError, LoweringError
 from lowering.aten import TensorSpec
 from lowering.onnx.expected import INPUTS, OUTPUTS, Expected, polygraphy_command
 from lowering.onnx.files import OnnxFile
@@ -21,9 +21,26 @@ from lowering.spec_format import checked, spec_from_plain, spec_to_plain
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["OnnxModel", "first_line", "runtime_class"]
+__all__ = ["OnnxModel", "RefusedModelError", "first_line", "runtime_class"]
 
 Self = TypeVar("Self", bound="OnnxModel")
+
+
+class RefusedModelError(LoweringError):
+    """A runtime does not take a model.
+
+    Attributes:
+        operator: the name of the ONNX node at fault, if the runtime's message has it.
+    """
+
+    def __init__(self, runtime: str, error: Exception, *, hint: str):
+        super().__init__(f"{runtime} refuses the model: {first_line(error)}", hint=hint)
+        found = _NODE.search(str(error))
+        self.operator = next(filter(None, found.groups()), None) if found else None
+
+
+# How ONNX Runtime's messages name a node: "in node (add)", "Node (topk) Op (TopK)", "node with name 'mean'".
+_NODE = re.compile(r"[Nn]ode \(([^()]+)\)|node with name '([^']+)'")
 
 
 class OnnxModel(nn.Module):

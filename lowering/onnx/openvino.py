@@ -14,7 +14,7 @@ from torch import Tensor
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
 from lowering.aten import TensorSpec
 from lowering.onnx.files import OnnxFile
-from lowering.onnx.model import OnnxModel, first_line
+from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
 
 if TYPE_CHECKING:
     import onnx
@@ -48,7 +48,7 @@ class OpenVinoSession(OnnxModel):
     Raises:
         BackendUnavailableError: OpenVINO is not installed.
         InputError: an input or output has a type that this class does not pass on (bfloat16).
-        LoweringError: OpenVINO refuses the model.
+        RefusedModelError: OpenVINO does not take the model.
     """
 
     runtime: ClassVar[str] = "openvino"
@@ -85,9 +85,8 @@ class OpenVinoSession(OnnxModel):
             model = core.read_model(self.bytes, b"") if self.file.path is None else core.read_model(self.file.path)
             return core.compile_model(model, _DEVICE, options)
         except Exception as error:
-            raise LoweringError(
-                f"OpenVINO refuses the model: {first_line(error)}",
-                hint='run it with runtime="onnxruntime", or upgrade openvino',
+            raise RefusedModelError(
+                "OpenVINO", error, hint='run it with runtime="onnxruntime", or upgrade openvino'
             ) from error
 
     def _name_dimensions(self) -> None:

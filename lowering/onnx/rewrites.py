@@ -97,6 +97,8 @@ def _global_average_pools(graph: onnx_ir.Graph) -> None:
             continue
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
+        if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+            continue  # ONNX Runtime has no pool for others
         pool = ir.node("GlobalAveragePool", [x], name=node.name, metadata_props=dict(node.metadata_props))
         graph.insert_before(node, pool)
         result = pool.outputs[0]

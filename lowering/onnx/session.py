@@ -18,7 +18,7 @@ from torch import Tensor
 from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.aten import TensorSpec
 from lowering.onnx.files import OnnxFile
-from lowering.onnx.model import OnnxModel, first_line
+from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
 from lowering.spec_format import checked
 
 if TYPE_CHECKING:
@@ -51,14 +51,11 @@ class OnnxSession(OnnxModel):
 
     Args:
         model, inputs, outputs, threads, target: as for `OnnxModel`.
-        exact: whether integer products must never saturate. On x86 without VNNI, ONNX Runtime adds uint8 x int8
-            products in pairs in 16 bits, which large weights and activations overflow; exact kernels take about a
-            third longer there, and are the same ones elsewhere. None: only if the results on `probe` differ.
-        probe: inputs to decide that with; without them None means False.
+        exact: whether integer products must never saturate (see `settle_exactness`).
 
     Raises:
         BackendUnavailableError: ONNX Runtime is not installed.
-        LoweringError: ONNX Runtime refuses the model.
+        RefusedModelError: ONNX Runtime does not take the model.
     """
 
     runtime: ClassVar[str] = "onnxruntime"
@@ -71,11 +68,10 @@ class OnnxSession(OnnxModel):
         *,
         threads: int | None = None,
         target: str = "onnxruntime",
-        exact: bool | None = None,
-        probe: Sequence[Tensor] | None = None,
+        exact: bool = False,
     ):
         super().__init__(model, inputs, outputs, threads=threads, target=target)
-        self.exact = bool(exact)
+        self.exact = exact
         self._session = _open(self.file, self.threads, fuse_quantized=self.target == "onnxruntime", exact=self.exact)
         self._output_plan = [(o.name, *_output_type(o.type), o.shape) for o in self._session.get_outputs()]
         self._dims = [list(i.shape) for i in self._session.get_inputs()]
@@ -89,7 +85,14 @@ class OnnxSession(OnnxModel):
         )
         self._shapes: OrderedDict[tuple, list[tuple[int, ...]]] = OrderedDict()
         self._lock = threading.Lock()
-        if exact is None and probe is not None and target == "onnxruntime" and self._saturates(probe):
+
+    def settle_exactness(self, probe: Sequence[Tensor]) -> None:
+        """Use kernels whose integer products never saturate, if the results on `probe` differ from the usual ones'.
+
+        On x86 without VNNI, ONNX Runtime adds uint8 x int8 products in pairs in 16 bits, which large weights and
+        activations overflow; exact kernels take about a third longer there, and are the same ones elsewhere.
+        """
+        if self.target == "onnxruntime" and not self.exact and self._saturates(probe):
             self.exact, self._session = True, _open(self.file, self.threads, exact=True)
 
     def _saturates(self, probe: Sequence[Tensor]) -> bool:
@@ -280,9 +283,8 @@ def _open(
     try:
         return ort.InferenceSession(file.source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise LoweringError(
-            f"ONNX Runtime refuses the model: {first_line(error)}",
-            hint="an older ONNX Runtime may not know this opset: upgrade onnxruntime",
+        raise RefusedModelError(
+            "ONNX Runtime", error, hint="an older ONNX Runtime may not know this opset: upgrade onnxruntime"
         ) from error
 
 

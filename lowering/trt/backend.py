@@ -59,6 +59,8 @@ class TensorRTBackend:
         """The nodes that no converter takes. The network is defined for real; `lower` builds it if none is refused."""
         from lowering.trt.network import supports
 
+        if readers := _readers_of_foreign_inputs(program):
+            return readers
         try:
             self._defined[id(program)] = (program, self._define(program, name))
         except UnsupportedOpError:
@@ -144,6 +146,17 @@ def _made_here(network: Network, program: AtenProgram) -> list[torch.Tensor]:
     """The network's weights that came about while it was cast and defined. The others may be the caller's own."""
     given = {value.untyped_storage().data_ptr() for _, value in program.constants.values()}
     return [value for value in network.kept if value.untyped_storage().data_ptr() not in given]
+
+
+def _readers_of_foreign_inputs(program: AtenProgram) -> dict[Node, str]:
+    """The nodes that read an input whose type or rank TensorRT does not have."""
+    from lowering.trt.nodes import foreign
+
+    found: dict[Node, str] = {}
+    for node in program.input_nodes():
+        if (what := foreign(node.meta["val"])) is not None:
+            found |= {user: f"it reads {what}" for user in node.users if user.op == "call_function"}
+    return found
 
 
 def _moved(engine: Engine) -> int:

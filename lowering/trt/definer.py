@@ -16,7 +16,7 @@ from lowering.trt.bindings import collect_log, has_dtype, trt, trt_dtype
 from lowering.trt.decompose import decomposed
 from lowering.trt.net import Net, Scalar
 from lowering.trt.net.core import safe_name
-from lowering.trt.nodes import MAX_RANK, filled, general_reason, is_run_time, label_of, op_name
+from lowering.trt.nodes import MAX_RANK, filled, foreign, general_reason, is_run_time, label_of, op_name
 from lowering.trt.registry import Converter, bind, converter_for
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Definer:
         if getattr(node.target, "__name__", "").split(".")[0] in _NO_RESULT:
             return
         try:
+            self._check_sources(node)
             value = self._value(node)
             self._verify(node, value)
         except LoweringError as error:
@@ -107,6 +108,12 @@ class Definer:
         self.values[node] = value
         if not isinstance(value, tuple | list | torch.Tensor | Scalar | bool | int | float | None):
             self._name(node, value)
+
+    def _check_sources(self, node: Node) -> None:
+        """Refuse what reads a value that only a substitute without content stands for (see `_substitute`)."""
+        for source in node.all_input_nodes:
+            if source in self.network.unsupported and (reason := foreign(source.meta.get("val"))) is not None:
+                raise UnsupportedOpError(f"it reads {reason}", node=node)
 
     def _value(self, node: Node) -> Any:
         args, kwargs = filled(node, lambda n: self.values[n])
@@ -238,8 +245,10 @@ class Definer:
         self.network.log.errors.clear()
 
         def fresh(fake: Any) -> Any:
-            if not isinstance(fake, torch.Tensor) or not has_dtype(fake.dtype) or fake.dim() > MAX_RANK:
-                return fake if not isinstance(fake, torch.Tensor) else torch.zeros(())
+            if not isinstance(fake, torch.Tensor):
+                return fake
+            if foreign(fake) is not None:
+                return torch.zeros(())  # what reads it is refused
             shape = [d if isinstance(d, int) else -1 for d in fake.shape]
             name = f"{node.name}.unsupported.{self.network.definition.num_inputs}"
             tensor = self.network.definition.add_input(name, trt_dtype(fake.dtype), shape)
@@ -264,7 +273,13 @@ class Definer:
         for name, result in zip(self.program.outputs, results, strict=True):
             assert isinstance(result, Node)
             self._enter(result)
-            tensor = self.net.cast(self.net.tensor(self.values[result]), result.meta["val"].dtype)
+            try:
+                tensor = self.net.cast(self.net.tensor(self.values[result]), result.meta["val"].dtype)
+            except LoweringError as error:
+                if not self.collect:
+                    raise
+                self.network.unsupported.setdefault(result, error.what)
+                continue
             if tensor.is_network_input or tensor.name in marked or isinstance(self.values[result], torch.Tensor):
                 # TensorRT refuses an input as an output, and ignores the second marking of one tensor
                 tensor = self.net.identity(tensor)

@@ -14,7 +14,7 @@ from lowering.trt.bindings import has_dtype
 if TYPE_CHECKING:
     from lowering.trt.network import Program
 
-__all__ = ["MAX_RANK", "filled", "general_reason", "is_run_time", "label_of", "op_name"]
+__all__ = ["MAX_RANK", "filled", "foreign", "general_reason", "is_run_time", "label_of", "op_name"]
 
 MAX_RANK = 8
 
@@ -83,3 +83,12 @@ def general_reason(node: Node) -> str | None:
         if fake.layout != torch.strided:
             return f"layout {fake.layout}"
     return None
+
+
+def foreign(value: Any) -> str | None:
+    """What TensorRT has no tensor for: a float64 one, or one of too many dimensions; None for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not has_dtype(value.dtype):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor, which TensorRT does not have"
+    return f"a tensor of {value.dim()} dimensions, TensorRT takes {MAX_RANK}" if value.dim() > MAX_RANK else None
