@@ -464,3 +464,27 @@ def test_exported_graph():
     assert names == ["conv2d.default", "relu.default", "add.Tensor", "relu.default"]
     assert not any("aliased" in n.meta for n in fused.graph.nodes)
     torch.testing.assert_close(fused(x), model(x))
+
+
+@pytest.mark.zoo
+def test_frozen_batch_norms_of_torchvision_fold():
+    ops = pytest.importorskip("torchvision.ops")
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), ops.FrozenBatchNorm2d(4)
+            self.alone = ops.FrozenBatchNorm2d(4)
+
+        def forward(self, x):
+            return self.alone(F.relu(self.norm(self.conv(x))))
+
+    model = Frozen().eval()
+    for norm in (model.norm, model.alone):
+        norm.running_mean.copy_(image(4))
+        norm.running_var.copy_(image(4, seed=2).abs() + 0.5)
+    fused = fuse_fx(model)
+    assert [n.target for n in fused.graph.nodes if n.op == "call_module"] == ["conv", "alone"]
+    torch.testing.assert_close(fused(image(2, 3, 8, 8)), model(image(2, 3, 8, 8)), rtol=1e-5, atol=1e-5)
+    in_training = trace(Frozen().train())  # a layer to train as the ops that it consists of
+    assert [n.target for n in in_training.graph.nodes if n.op == "call_module"] == ["conv"]

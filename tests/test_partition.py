@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from fx_passes import functionalize, trace, wrap
 from fx_passes.errors import InputError
 from fx_passes.partition import partition
+from fx_passes.recording import record
 
 torch.set_num_threads(1)
 wrap(decode_boxes)
@@ -672,3 +673,45 @@ def test_a_check_of_a_size_inside_a_segment_stays_there():
     same(glue(image()), model(image()))
     with pytest.raises(InputError, match="traced with inputs"):
         glue(image(w=5))
+
+
+class ListInTuple(nn.Module):
+    """A leaf, for it branches on data, whose result holds a list."""
+
+    def forward(self, x):
+        parts = [x + 1, x * 2]
+        return (parts, {"sum": x.sum()}) if x.sum() > -1e9 else (parts[:1], {})
+
+
+def test_a_list_inside_the_result_of_a_leaf_stays_a_list():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = ListInTuple()
+
+        def forward(self, x):
+            parts, sums = self.leaf(x.relu())
+            return parts, sums["sum"] * 2
+
+    model = Model()
+    glue = partition(trace(model), (image(),))
+    same(glue(image()), model(image()))
+
+
+def test_a_recording_is_not_made_twice():
+    runs = []
+
+    @wrap
+    def seen(x):
+        runs.append(x)
+        return x + 1
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return seen(x.relu()).sigmoid()
+
+    gm = trace(Model())
+    recording = record(gm, (image(),), {})
+    for _ in range(3):
+        partition(gm, (image(),), check=False, recording=recording)
+    assert len(runs) == 1

@@ -296,8 +296,16 @@ class Nested(nn.Module):
 
 
 NESTED = {"images": [image(), image(seed=1)], "maps": {"b": image(seed=2), "a": image(seed=3)}}
+
+
 # (model, example inputs given to trace, calls that must then equal eager)
+class KeywordOnly(nn.Module):
+    def forward(self, x, scale=2.0, *, other):
+        return x * scale + other
+
+
 SIGNATURES = {
+    "required keyword after a default": (KeywordOnly, None, [((image(), 3.0), {"other": image(seed=1)})]),
     "defaults": (Optional, None, [((image(),), {}), ((image(),), {"scale": 3.0}), ((), {"x": image()})]),
     "mask given": (Optional, (image(), image(seed=1)), [((image(), image(seed=5)), {"scale": 0.5})]),
     "keyword example": (
