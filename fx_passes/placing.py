@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fx_passes.effects import has_effects
+from fx_passes.effects import has_effects, makes_fresh_elements
 from fx_passes.example_values import check_branch
 from fx_passes.recording import Recording
 from fx_passes.structures import make_instance
@@ -235,7 +235,7 @@ class Plan:
             return self._has_fixed_length(node.args[0])  # one element of it
         if node.op == "call_module":
             return isinstance(value, (tuple, dict))
-        return type(value).__module__ == "torch.return_types"
+        return type(value).__module__ == "torch.return_types" or makes_fresh_elements(node)  # (values, indices) etc.
 
     def _torn_memory(self) -> Iterator[tuple[Node, str]]:
         """Memory that is written to must be one tensor wherever it is seen: in one segment, or in the glue."""

@@ -81,3 +81,18 @@ def test_what_onnx_runtime_refuses_stays_in_python():
     assert (lowered.fallbacks[0].source or "").startswith("test_fallbacks.py:")
     assert lowered.report()["flops_share"] > 0.9
     torch.testing.assert_close(lowered(image), model(image), rtol=1e-4, atol=1e-4)
+
+
+class Moments(nn.Module):
+    def forward(self, x):
+        return torch.var_mean(x, 1), torch.std_mean(x), x.topk(2, 1)
+
+
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+def test_pairs_that_a_model_hands_out_whole_are_lowered(lower):
+    model, image = Moments(), torch.randn(2, 3, 8, 8)
+    lowered = lower(model, image, precision="fp32")
+    assert lowered.fallbacks == []
+    found, expected = (lowered if lower is lower_to_onnx else lowered.simulate)(image), model(image)
+    assert [type(part) for part in found] == [type(part) for part in expected]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
