@@ -151,7 +151,7 @@ def without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
             gm.graph.erase_node(node)
     leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})
     observers = {name: o for name, o in observers.items() if o.seen_type is None}
-    extrema = {name: (o.channel_low, o.channel_high) for name, o in observers.items() if o.channel_low.dim()}
+    extrema = {n: (o.channel_low.cpu(), o.channel_high.cpu()) for n, o in observers.items() if o.channel_low.dim()}
     highest = {name: o.channel_high for name, o in observers.items() if o.channel_high.dim()}
     means = {name: mean for name, o in observers.items() if (mean := o.channel_mean()) is not None}
     qparams = {name: o.qparams() for name, o in observers.items()}
@@ -161,7 +161,7 @@ def without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
     for name, factor in smoothed.factors.items():
         low, high = (bound / factor for bound in extrema[name])
         qparams[name] = affine_qparams(float(low.min()), float(high.max()), scheme)
-        highest[name], means[name] = high.float(), means[name] / factor
+        highest[name], means[name] = high.float().to(highest[name]), means[name] / factor.to(means[name])
     return gm, Found(qparams, highest=highest, means=means)
 
 

@@ -104,7 +104,7 @@ def _clip_by_channel(gm: GraphModule, node: Node, bounds: Tensor, group: Channel
     layer = next(iter(group.writers.values()))
     window = 0 if layer.op == "linear" else layer.weight.dim() - 2
     path = f"{node.name}_bounds"
-    set_buffer(gm, path, bounds.float().reshape(-1, *[1] * window))
+    set_buffer(gm, path, bounds.float().to(layer.weight.device).reshape(-1, *[1] * window))
     with gm.graph.inserting_before(node):
         relu = inherit_meta(gm.graph.call_function(torch.relu, (node.args[0],)), node)
         limit = inherit_meta(gm.graph.get_attr(path), node)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,7 +138,9 @@ def learn_rounding(
             node = here[item.name]
             floats.advance(there[item.name].next)
             quantized.advance(node)
-            problem = _problem(item.layer, quantized.values(_input(node)), floats.values(there[item.name]), generator)
+            problem = _problem(
+                _on_cpu(item).layer, quantized.values(_input(node)), floats.values(there[item.name]), generator
+            )
             if problem is not None:
                 rounding = _Rounding(item, scheme, problem)
                 report.append(rounding.learn(steps, generator))
@@ -164,7 +166,8 @@ class _Problem:
 
 def _problem(layer: Layer, inputs: list[Tensor], outputs: list[Tensor], generator: torch.Generator) -> _Problem | None:
     """None if no batch gives the layer anything to compute."""
-    pairs = [(with_batch(layer, x), with_batch(layer, y)) for x, y in zip(inputs, outputs, strict=True) if y.numel()]
+    computed = zip(inputs, outputs, strict=True)
+    pairs = [(with_batch(layer, x.cpu()), with_batch(layer, y.cpu())) for x, y in computed if y.numel()]
     if not pairs:
         return None
     row_bytes = 4 * layer.products * layer.groups
@@ -187,11 +190,12 @@ def _problem(layer: Layer, inputs: list[Tensor], outputs: list[Tensor], generato
 
 
 class _Rounding:
-    """The rounding of one layer: its weight as (groups, out / groups, products)."""
+    """The rounding of one layer: its weight as (groups, out / groups, products), on the CPU."""
 
     def __init__(self, item: RoundedLayer, scheme: TargetScheme, problem: _Problem):
-        self.item, self.scheme, self.problem = item, scheme, problem
-        layer = item.layer
+        self.device = item.layer.weight.device
+        self.item, self.scheme, self.problem = _on_cpu(item), scheme, problem
+        item, layer = self.item, self.item.layer
         scale = spread_scale(item.scale, layer.weight, item.axis).expand(layer.weight.shape)
         self.scale = weight_rows(layer, scale.contiguous())
         steps = weight_rows(layer, layer.weight) * (1.0 / self.scale)
@@ -219,14 +223,14 @@ class _Rounding:
         """Put the integers, and a bias that takes up the mean error, into the converted graph."""
         item, layer = self.item, self.item.layer
         integers = weight_of_rows(layer, self.integers).to(self.scheme.weight.dtype)
-        set_buffer(converted, item.integers, integers)
+        set_buffer(converted, item.integers, integers.to(self.device))
         if item.bias is None or layer.bias is None:
             return
         residual = self.problem.inputs @ (self.integers * self.scale).transpose(1, 2) - self.problem.targets
         bias = layer.bias - residual.mean(1).flatten()
         if item.input_scale is not None:
             bias, _ = integer_bias(bias, item.scale, item.input_scale, self.scheme)
-        set_buffer(converted, item.bias, bias)
+        set_buffer(converted, item.bias, bias.to(self.device))
 
     def _errors(self, integers: Tensor) -> Tensor:
         """Mean squared error of every channel on the places learned on and on the others, (2, groups, out / groups)."""
@@ -283,6 +287,17 @@ class _Rounding:
             return residual.transpose(1, 2) @ x * (2.0 / len(rows))
 
         return sampled
+
+
+def _on_cpu(item: RoundedLayer) -> RoundedLayer:
+    layer, highest = item.layer, item.highest
+    bias = None if layer.bias is None else layer.bias.cpu()
+    return replace(
+        item,
+        layer=replace(layer, weight=layer.weight.cpu(), bias=bias),
+        scale=item.scale.cpu(),
+        highest=None if highest is None else highest.cpu(),
+    )
 
 
 def _regularizer_slope(up: Tensor, done: float) -> Tensor | float:

@@ -27,7 +27,7 @@ class ScaledLayer:
 
     def __init__(self, layer: Layer, repeat: int = 1):
         self.layer, self.repeat = layer, repeat
-        found = by_channel(layer, layer.weight).abs().amax(3)
+        found = by_channel(layer, layer.weight).abs().amax(3).cpu()
         # For each pair of an output and an input channel, (groups, out / groups, in / repeat / groups).
         self._largest = found.unflatten(2, (-1, repeat)).amax(3)
         self.outputs = torch.ones(found.shape[0] * found.shape[1], dtype=torch.float64)
@@ -52,8 +52,9 @@ class ScaledLayer:
             factor = (inputs.transpose(1, 2) * outputs.transpose(1, 2)).reshape(weight.shape[:2])
         else:
             factor = (outputs * inputs).reshape(weight.shape[:2])
-        scaled = weight * factor.to(weight.dtype).reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
-        return scaled, None if layer.bias is None else (layer.bias * self.outputs).to(layer.bias.dtype)
+        scaled = weight * factor.to(weight).reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))
+        bias = layer.bias
+        return scaled, None if bias is None else (bias * self.outputs.to(bias.device)).to(bias.dtype)
 
 
 def scaled_layers(groups: Iterable[ChannelGroup]) -> dict[Node, ScaledLayer]:

@@ -132,5 +132,6 @@ def _factor(group: ChannelGroup, layers: dict[Node, ScaledLayer], largest: Tenso
 
 def _scale_norms(gm: GraphModule, group: ChannelGroup, factor: Tensor) -> None:
     for node, norm in group.norms.items():
-        bias = None if norm.bias is None else (norm.bias / factor).to(norm.bias.dtype)
-        set_parameters(gm, node, (norm.weight / factor).to(norm.weight.dtype), bias)
+        by = factor.to(norm.weight.device)
+        bias = None if norm.bias is None else (norm.bias / by).to(norm.bias.dtype)
+        set_parameters(gm, node, (norm.weight / by).to(norm.weight.dtype), bias)
