@@ -22,7 +22,7 @@ from lowering.arguments import as_example, signature_of
 from lowering.child_calls import Call, Opaque, Shape, record_calls
 from lowering.children import Accepts, TensorRange
 from lowering.inputs import Example, ShapeRange, brought_to
-from lowering.probes import HEADROOM, alike
+from lowering.probes import HEADROOM, alike, of_other_sizes
 
 __all__ = ["Child", "Choice", "choose", "computes"]
 
@@ -116,9 +116,10 @@ def choose(root: nn.Module, sizes: ShapeRange, batches: Iterable[Any], below: Se
     A child is taken if it convolves or multiplies matrices, is called with tensors (in lists, tuples and dicts) and
     plain values, and is captured as a graph; else its own children are looked at.
 
-    How far a size may vary is measured, over the calls of one run and over runs at the smallest, usual and largest
-    sizes of the root. A size that differs between inputs of one size (calibration batches, the example with its values
-    shuffled, zeros) follows from the data: it is lowered from 1 to twice the largest seen.
+    How far a size may vary is measured, over the calls of one run, over runs at the smallest, usual and largest sizes
+    of the root, and over calibration batches with images of other sizes. A size that differs between inputs of one size
+    (calibration batches, the example with its values shuffled, zeros) follows from the data: it is lowered from 1 to
+    twice the largest seen.
 
     Args:
         root: a copy of the model, in eval mode; it is left as it is.
@@ -147,6 +148,7 @@ class _Chooser:
                     hint="check that the model itself runs on them, at the smallest and largest sizes too",
                 ) from error
             self.probes = list(_probe(root, alike(sizes.opt, batches)))
+            self.runs += _probe(root, of_other_sizes(sizes.opt, batches))
         self.chosen: set[str] = set()
 
     def choose(self, below: Sequence[str] | None) -> Choice:

@@ -164,6 +164,16 @@ def test_a_batch_of_any_size():
     assert lowered.report()["outside"] == {}
 
 
+def test_images_of_the_sizes_that_calibration_showed():
+    model, generator = made("retinanet"), torch.Generator().manual_seed(3)
+    wide, tall, square = ([torch.rand(3, *size, generator=generator)] for size in ((32, 96), (96, 32), (64, 64)))
+    lowered = lower_to_trt(model, (wide,), precision="fp32", calibration=[(wide,), (tall,), (square,)])
+    assert [s.name for s in lowered.segments] == MODELS["retinanet"][1]
+    for image in (wide, tall, square):
+        same_detections(lowered.simulate(image), model(image))
+    assert lowered.report()["outside"] == {}
+
+
 def test_int8_engines_of_a_head_that_takes_lists():
     model = made("retinanet")
     lowered = lower_to_trt(model, calibration=[(images(seed=seed),) for seed in range(3)])
