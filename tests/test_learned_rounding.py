@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
-from fx_passes.errors import CalibrationError, StageError
+from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.convert import float_reference
 from fx_passes.quantize.layer import Layer, layer_of
@@ -20,6 +20,8 @@ from fx_passes.quantize.pairs import fits_pairs
 from fx_passes.quantize.partial import run
 from fx_passes.quantize.patches import bias_free_targets, input_rows, output_places, weight_of_rows, weight_rows
 from fx_passes.quantize.structure import strip_quantization
+from lowering import lower_to_onnx
+from lowering.compare import sqnr
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("error")
@@ -234,3 +236,30 @@ def test_stepped_run_gives_what_the_graph_gives_and_frees_values():
     for found, batch in zip(run.values(output.args[0]), batches, strict=True):
         assert torch.equal(found, gm(batch))
     assert run.live_bytes() == 2 * 4 * 5 * 4
+
+
+def test_lowering_learns_on_its_calibration_batches():
+    """Also on those of an iterator that can be gone through once."""
+    model, x = net(), images(1, seed=2)[0]
+    lowered = lower_to_onnx(model, x, calibration=iter(images()), qconfig=LEARNED)
+    assert lowered.report()["flops_share"] >= 0.99 and not lowered.fallbacks
+    expected = convert_fx(calibrated(model, "onnxruntime"), images())
+    assert sqnr(expected(x).detach(), lowered(x)) >= 40
+
+
+class Looping(nn.Module):
+    """A root that stays Python: it decides by a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        for _ in range(int(x.sum() > 0)):
+            x = x + 1
+        return self.net(x)
+
+
+def test_refused_where_a_model_is_lowered_child_by_child():
+    with pytest.raises(InputError, match="child by child"):
+        lower_to_onnx(Looping().eval(), images()[0], calibration=images(), qconfig=LEARNED)
