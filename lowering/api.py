@@ -45,8 +45,8 @@ def lower_to_trt(
     """Lower a model to TensorRT engines, with its wrapped post-processing as Python calls between them.
 
     Args:
-        model: a float module, a traced or fused graph, a trained QAT module or a converted one. It stays as it is. Where
-            its own forward cannot be captured as a graph, its submodules are lowered one by one.
+        model: a float module, a traced or fused graph, a trained QAT module or a converted one. It stays as it is.
+            Where its own forward cannot be captured as a graph, its submodules are lowered one by one.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments. None: the first calibration
             batch, what a prepared model recorded, or the input size that a timm or torchvision model declares.
         precision: "fp32", "fp16", "bf16", "int8" (the rest in `settings.float_type`, fp16 by default) or "auto"
