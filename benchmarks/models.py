@@ -121,6 +121,8 @@ def settle_batch_norm(model: nn.Module, batches: Iterable[torch.Tensor]) -> None
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [m.momentum for m in norms]
     model.eval()  # Dropout stays off
+    if not norms:
+        return
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # a cumulative average

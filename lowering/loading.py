@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -59,7 +60,13 @@ def _from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, InputSpec
     if name not in models.list_models():
         raise InputError(f"torchvision has no model '{name}'", hint=_nearest(name, models.list_models()))
     model = _published(lambda: models.get_model(name, weights="DEFAULT" if pretrained else None, **_no_backbone(name)))
-    return model, _torchvision_preset(models.get_model_weights(name))
+    return model, _at_own_size(model, _torchvision_preset(models.get_model_weights(name)))
+
+
+def _at_own_size(model: nn.Module, preset: InputSpec | None) -> InputSpec | None:
+    """A vision transformer insists on the size that it was built for, whatever its weights on offer were trained on."""
+    side = getattr(model, "image_size", None)
+    return dataclasses.replace(preset, size=(3, side, side)) if preset and isinstance(side, int) else preset
 
 
 def _no_backbone(name: str) -> dict[str, Any]:

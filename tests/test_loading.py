@@ -313,3 +313,16 @@ def test_a_model_of_ones_own_declares_its_input_like_timms():
 def test_errors_are_of_one_family():
     assert issubclass(InputError, LoweringError)
     assert issubclass(BackendUnavailableError, LoweringError)
+
+
+def test_a_vision_transformer_declares_the_size_that_it_was_built_for():
+    """torchvision's ViT-H/14 takes 224 pixels unless it gets its weights, which were trained on 518."""
+    from lowering.images import InputSpec
+    from lowering.loading import _at_own_size
+
+    preset = InputSpec(size=(3, 518, 518))
+    built = torch.nn.Identity()
+    assert _at_own_size(built, preset) == preset
+    built.image_size = 224
+    assert _at_own_size(built, preset).size == (3, 224, 224)
+    assert _at_own_size(built, None) is None
