@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fx_passes import convert_fx, prepare_calibration_fx
+from fx_passes import convert_fx, prepare_calibration_fx, search_mixed_precision
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.convert import float_reference
@@ -18,8 +18,15 @@ from lowering import lower_to_onnx, lower_to_trt
 from lowering.compare import sqnr
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("error")
 TARGETS = ("tensorrt", "tensorrt-rtx", "onnxruntime")
 SIZE, HEADS = 32, 4
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
 
 
 class Layer(nn.Module):
@@ -207,6 +214,19 @@ def test_attention_that_cannot_be_written_out_stays_float(target):
     (node,) = [n for n in converted.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
     assert not annotation_of(node).quantized and annotation_of(node).reason
     assert sqnr(model(batches[0]), converted(batches[0])) > 25
+
+
+def test_one_product_may_stay_float():
+    """Its name is that of a node which is there only once the attention is written out."""
+    model, batches, config = build("vit")
+    config = {**config, "scaled_dot_product_attention_scores": None}
+    assert len(products(converted_for(model, "onnxruntime", batches, config))) == 3
+
+
+def test_mixed_precision_turns_products_back():
+    model, batches, config = build("vit")
+    found = search_mixed_precision(model, batches, target="tensorrt", qconfig=config, min_sqnr=500.0)
+    assert sum(name.endswith(("_scores", "_values")) for name in found.floats) == 4
 
 
 def test_structure():

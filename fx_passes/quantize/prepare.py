@@ -90,14 +90,14 @@ def prepare_calibration_fx(
 
 def _attention_written_out(fused: GraphModule, config: QConfig) -> tuple[GraphModule, QConfig]:
     """Attention as two products where they are to be int8, and the configuration with the products in its place."""
-    asked = {node for node, options in config.resolve(fused).items() if options.dtype == "int8"}
+    asked = {node for node, options in config.resolve(fused, strict=False).items() if options.dtype == "int8"}
     if not any((op := op_of(node, fused)) and op.name == "scaled_dot_product_attention" for node in asked):
         return fused, config
     graph, products = write_out_attention(fused, lambda node: node.name in {n.name for n in asked})
     names = {node.name for node in graph.graph.nodes}
     gone = {node.name for node in asked} - names
     rest = QConfig({key: config[key] for key in config if key not in gone})
-    return graph, rest.merged({name: {"dtype": "int8"} for pair in products for name in pair})
+    return graph, rest.merged({name: {"dtype": "int8"} for pair in products for name in pair if name not in config})
 
 
 def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:

@@ -141,8 +141,12 @@ class QConfig(Mapping[Any, "dict[str, Any] | None"]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def resolve(self, gm: GraphModule) -> dict[Node, LayerConfig]:
+    def resolve(self, gm: GraphModule, strict: bool = True) -> dict[Node, LayerConfig]:
         """The options of every node.
+
+        Args:
+            gm: a graph.
+            strict: check that every key matches something. A pass that comes before nodes are rewritten does not.
 
         Raises:
             InputError: a name or class that matches nothing in the graph, with the nearest name that exists.
@@ -156,7 +160,7 @@ class QConfig(Mapping[Any, "dict[str, Any] | None"]):
                 unused.discard(key)
                 config = _merged(config, key, entry)
             resolved[node] = config
-        if unused:
+        if unused and strict:
             raise _no_match(sorted(unused, key=str)[0], gm)
         return resolved
 
