@@ -10,6 +10,7 @@ from torch import nn
 
 from fx_passes.errors import CaptureError, InputError
 from fx_passes.graph_module import GraphModuleWithAttr
+from fx_passes.trace_args import ArgumentPlan
 from fx_passes.tracer import QuantizationTracer
 
 __all__ = ["trace"]
@@ -59,7 +60,8 @@ def trace(
     if bad:
         raise InputError(f"leaves names what is no submodule of {type(model).__name__}: {bad}")
     tracer = QuantizationTracer(names, classes)
-    exportable = example_inputs is not None and not leaves and not concrete_args  # which torch.export cannot respect
+    # torch.export knows no leaves, and takes for arguments that are no tensors the values that the example gives.
+    exportable = example_inputs is not None and not leaves and _as_in_example(model, example_inputs, concrete_args)
     try:
         gm = GraphModuleWithAttr(model, tracer.trace(model, concrete_args, example_inputs=example_inputs))
     except CaptureError as refusal:
@@ -71,6 +73,12 @@ def trace(
             reason = CaptureError("symbolic tracing would take a size of the example inputs for a constant")
             return _exported(model, example_inputs, varying, reason)
     return gm
+
+
+def _as_in_example(model: nn.Module, example_inputs: Any, concrete_args: dict[str, Any] | None) -> bool:
+    """Whether the example gives the concrete arguments these very values."""
+    given = ArgumentPlan(model, None, example_inputs).examples if concrete_args else {}
+    return all(name in given and given[name] == value for name, value in (concrete_args or {}).items())
 
 
 def _exported(

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from fx_passes import fuse_fx
+from fx_passes import fuse_fx, trace
+from fx_passes.copying import eval_copy
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.ops import OPS, Role
 from fx_passes.state import restored_state
@@ -39,6 +40,7 @@ class Child:
         calls: those that were recorded of its program at the opt sizes, the most expensive first.
         ranges: for each tensor argument, in order, smallest and largest sizes.
         graph: captured and fused, then converted where int8 is asked for.
+        others: how many calls at the opt sizes have other arguments: of another structure or with other constants.
         note: why it is not int8 although asked for, or None.
     """
 
@@ -47,6 +49,7 @@ class Child:
     calls: list[Call]
     ranges: list[tuple[Sizes, Sizes]]
     graph: GraphModule
+    others: int = 0
     note: str | None = None
 
     @property
@@ -183,17 +186,25 @@ class _Chooser:
 
     def _child(self, path: str, module: nn.Module, calls: list[Call]) -> Child | str:
         """The submodule as a child to lower, or why it is none."""
-        form = max({c.form for c in calls}, key=lambda form: sum(c.heavy for c in calls if c.form == form))
+        forms = dict.fromkeys(c.form for c in calls)  # of equal ones, the first
+        form = max(forms, key=lambda form: sum(c.heavy for c in calls if c.form == form))
+        others = sum(c.form != form for c in calls)
         calls = sorted((c for c in calls if c.form == form), key=lambda c: -c.flops)
         if strange := next(((where, leaf) for where, leaf in calls[0].leaves if isinstance(leaf, Opaque)), None):
             return f"its argument '{strange[0]}' is a {strange[1].kind}"
         if not calls[0].shapes():
             return "it takes no tensor"
-        child = Child(path, module, calls, self._ranges(path, form), GraphModule({}, torch.fx.Graph()))
+        child = Child(path, module, calls, self._ranges(path, form), GraphModule({}, torch.fx.Graph()), others)
         blank = [torch.zeros(shape.sizes, dtype=shape.dtype) for shape in calls[0].shapes()]
         sizes = child.sizes(blank)
         try:
-            child.graph = fuse_fx(module, sizes.export.inputs(), varying=(sizes.min.inputs(), sizes.max.inputs()))
+            graph = trace(
+                eval_copy(module),
+                sizes.export.inputs(),
+                varying=(sizes.min.inputs(), sizes.max.inputs()),
+                concrete_args=_constants(calls[0].arguments),
+            )
+            child.graph = fuse_fx(graph)
         except LoweringError as error:
             return error.what
         return child
@@ -225,6 +236,16 @@ class _Chooser:
                 if computes(module):
                     self.choice.refused[path] = "not called on the example inputs"
                 known.add(path)
+
+
+def _constants(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are numbers, or tuples and lists of them: a child is lowered for these values."""
+    plain = {name: pytree.tree_leaves(value) for name, value in arguments.items()}
+    return {
+        name: arguments[name]
+        for name, leaves in plain.items()
+        if leaves and all(isinstance(leaf, (int, float)) and not isinstance(leaf, bool) for leaf in leaves)
+    }
 
 
 def _extremes(calls: list[Call], path: str, form: tuple[Any, ...]) -> list[tuple[Sizes, Sizes]] | None:

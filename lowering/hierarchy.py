@@ -260,6 +260,9 @@ class LoweredChildren:
                 info.precision = str(self.request.settings.float_type)
         if child.note is not None:
             self.fallbacks.append(Fallback(child.path, None, child.note))
+        if child.others:
+            reason = f"{child.others} of {child.others + len(child.calls)} calls have arguments of another form"
+            self.fallbacks.append(Fallback(child.path, None, reason))
         self.fallbacks += [Fallback(f"{child.path}: {f.node}", f.source, f.reason) for f in parts.fallbacks]
         self.infos += infos
         self.flops += child.flops * parts.measured.flops_share

@@ -297,6 +297,45 @@ def test_loads_in_a_fresh_process(tmp_path):
     subprocess.run(args, check=True, timeout=120)
 
 
+class Scaled(nn.Module):
+    """Called with a tensor, with lists, and with numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x, scale=1.5, sizes=(4, 4)):
+        if isinstance(x, list):
+            return [self.conv(part) * scale for part in x]
+        return F.adaptive_avg_pool2d(self.conv(x) * scale, sizes)
+
+
+class ManyCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = block(3, 8), Scaled()
+
+    def forward(self, x):
+        y = self.stem(x)
+        if y.sum() < 0:
+            return y
+        inner = self.stem[0](x)  # a layer of a child, on its own
+        return self.head(y), self.head(inner), self.head(y, scale=2.0), self.head([y, inner])
+
+
+def test_calls_of_several_forms():
+    model = ManyCalls().eval()
+    lowered = lower_to_trt(model, image(), precision="fp32")
+    assert [s.name for s in lowered.segments] == ["stem", "stem.0", "head"]
+    assert [(f.node, f.reason) for f in lowered.fallbacks][1:] == [
+        ("head", "2 of 4 calls have arguments of another form")
+    ]
+    with pytest.warns(UserWarning, match="'head' is run by PyTorch"):
+        close(lowered.simulate(image()), model(image()))
+    assert sum(lowered.report()["outside"]["head"].values()) == 2
+
+
 # --- as language models are written
 
 
