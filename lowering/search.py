@@ -29,7 +29,8 @@ from torch.utils import _pytree as pytree
 
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.quantize.annotation import annotation_of
-from fx_passes.quantize.convert import convert_fx, float_reference, rounded_to_nearest
+from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
+from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fx_passes import convert_fx, prepare_calibration_fx, search_mixed_precision
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrate import calibrate
-from fx_passes.quantize.convert import float_reference
+from fx_passes.quantize.calibrated import float_reference
 from fx_passes.quantize.structure import strip_quantization
 from lowering import lower_to_onnx, lower_to_trt
 from lowering.compare import sqnr

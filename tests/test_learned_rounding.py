@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.calibrate import calibrate
-from fx_passes.quantize.convert import float_reference
+from fx_passes.quantize.calibrated import float_reference
 from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.lockstep import SteppedRun, batches_that_fit
 from fx_passes.quantize.pairs import fits_pairs

@@ -14,7 +14,7 @@ from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.fuse import fuse_fx
 from fx_passes.quantize.calibrate import calibrate
-from fx_passes.quantize.convert import float_reference
+from fx_passes.quantize.calibrated import float_reference
 from fx_passes.quantize.decisions import Decision, decide
 from fx_passes.quantize.layer_error import layer_errors
 from fx_passes.quantize.measured import measured_nodes, measured_values

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.errors import InputError
 from fx_passes.quantize.calibrate import calibrate
-from fx_passes.quantize.convert import float_reference
+from fx_passes.quantize.calibrated import float_reference
 from fx_passes.quantize.structure import strip_quantization
 
 torch.set_num_threads(1)

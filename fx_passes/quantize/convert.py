@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,19 +17,18 @@ from fx_passes.errors import QuantizationError, StageError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
 from fx_passes.ops import op_of
-from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
+from fx_passes.quantize.annotation import annotation_of, quantized_values
+from fx_passes.quantize.calibrated import Found, without_observers
 from fx_passes.quantize.channels import bias_shift, keeps_channels, keeps_mean
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
 from fx_passes.quantize.insertion import insertion_point
 from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.learned_rounding import RoundedLayer, learn_rounding
 from fx_passes.quantize.pairs import highest_integers
-from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
-from fx_passes.quantize.scheme import QuantScheme, TargetScheme, affine_qparams, target_scheme
-from fx_passes.quantize.smooth import smooth
+from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
 from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
-__all__ = ["convert_fx", "float_reference", "rounded_to_nearest", "without_observers"]
+__all__ = ["convert_fx"]
 
 
 def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, progress: bool = False) -> GraphModule:
@@ -112,92 +111,6 @@ def _check_mode(gm: GraphModule) -> None:
             node=node,
             hint='call eval() on it, or set_qat_state(model, "validate"), before convert_fx',
         )
-
-
-def rounded_to_nearest(prepared: GraphModule) -> GraphModule:
-    """A copy of a prepared module that learns no rounding: for trials, of which only the best is worth learning for."""
-    gm = copy_graph_module(prepared)
-    for node in gm.graph.nodes:
-        if (annotation := annotation_of(node)) is not None:
-            node.meta["quantization"] = replace(annotation, learn_rounding=False)
-    return gm
-
-
-def float_reference(prepared: GraphModule) -> GraphModule:
-    """The float graph whose weights and values `convert_fx` rounds: equalized and smoothed as configured.
-
-    Args:
-        prepared: from `prepare_calibration_fx`, after calibration.
-
-    Raises:
-        StageError: not such a module, or one that saw no data.
-    """
-    if prepared.meta.get("stage") != "prepared":
-        raise StageError("there is no calibrated module", hint="call prepare_calibration_fx and calibrate first")
-    gm, _ = without_observers(prepared)
-    gm.graph.lint()
-    gm.recompile()
-    gm.meta["stage"] = "fused"
-    return gm
-
-
-def without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
-    """The annotated float graph, smoothed where that is asked for, and what its observers found."""
-    gm = copy_graph_module(prepared)
-    observers = observers_of(gm)
-    for name in observers:
-        for node in gm.graph.find_nodes(op="call_module", target=f"{OBSERVER_PREFIX}.{name}"):
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            gm.graph.erase_node(node)
-    leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})
-    observers = {name: o for name, o in observers.items() if o.seen_type is None}
-    extrema = {n: (o.channel_low.cpu(), o.channel_high.cpu()) for n, o in observers.items() if o.channel_low.dim()}
-    highest = {name: o.channel_high for name, o in observers.items() if o.channel_high.dim()}
-    means = {name: mean for name, o in observers.items() if (mean := o.channel_mean()) is not None}
-    qparams = {name: o.qparams() for name, o in observers.items()}
-    smoothed = smooth(gm, extrema)
-    gm.meta["smooth_report"] = smoothed.report
-    scheme = target_scheme(gm.meta["target"]).activation
-    for name, factor in smoothed.factors.items():
-        low, high = (bound / factor for bound in extrema[name])
-        qparams[name] = affine_qparams(float(low.min()), float(high.max()), scheme)
-        highest[name], means[name] = high.float().to(highest[name]), means[name] / factor.to(means[name])
-    return gm, Found(qparams, highest=highest, means=means)
-
-
-def leave_float(graph: Graph, seen: dict[str, str]) -> None:
-    """Leave in float what reads or gives a value that turned out to be no floating point tensor.
-
-    Args:
-        graph: annotated; its annotations are changed.
-        seen: the type that the value of a node had, by node name.
-    """
-    while bad := {
-        value.node: seen[value.scale_of.name] for value in quantized_values(graph) if value.scale_of.name in seen
-    }:
-        for node, found in bad.items():
-            for concerned in (node, *node.users):
-                annotation = annotation_of(concerned)
-                if annotation is not None and annotation.quantized:
-                    reason = f"the value of '{node.name}' is {found}, not a floating point tensor"
-                    concerned.meta["quantization"] = as_float(annotation, reason)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What calibration or training found out about an annotated graph, by node name.
-
-    Attributes:
-        qparams: scale and zero point of a value.
-        learned: scales of a layer's weight.
-        highest: largest number of every channel of a value.
-        means: mean of every channel of a value.
-    """
-
-    qparams: dict[str, tuple[float, int]]
-    learned: dict[str, Tensor] = field(default_factory=dict)
-    highest: dict[str, Tensor] = field(default_factory=dict)
-    means: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fx_passes.quantize.annotation import Annotation, Granularity, annotation_of, quantized_values
 from fx_passes.quantize.calibrate import call_with_batch
-from fx_passes.quantize.convert import without_observers
+from fx_passes.quantize.calibrated import without_observers
 from fx_passes.quantize.fake_quant import fake_quantize
 from fx_passes.quantize.layer import Layer, layer_of
 from fx_passes.quantize.measured import GraphRun, float_leaves, measured_nodes

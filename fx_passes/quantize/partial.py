@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from fx_passes.errors import InputError, StageError
 from fx_passes.graph_module import set_submodule
 from fx_passes.quantize.calibrate import arguments_of, calibrate
-from fx_passes.quantize.convert import convert_fx, float_reference, rounded_to_nearest
+from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
+from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, fused_float, observers_of, prepare_calibration_fx
 from fx_passes.quantize.qconfig import QConfig

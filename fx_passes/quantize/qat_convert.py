@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.graph_module import copy_graph_module, set_buffer, set_submodule
 from fx_passes.node_meta import inherit_meta
-from fx_passes.quantize.convert import Found, leave_float
+from fx_passes.quantize.calibrated import Found, leave_float
 from fx_passes.quantize.fake_quant import FakeQuantize
 from fx_passes.quantize.qat import FAKE_PREFIX, LAYER_PREFIX
 from fx_passes.quantize.qat_layer import QatLayer
