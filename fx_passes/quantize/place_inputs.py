@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fx_passes.ops import Role
 from fx_passes.quantize.annotation import NO_TENSOR, Annotation
-from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product
+from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product, refused_product
 from fx_passes.quantize.scheme import SCHEMES
 
 __all__ = ["place_inputs"]
@@ -89,6 +89,8 @@ def _why_float(site: Site) -> str:
         return f"{site.name}: commutes with quantization, TensorRT moves its reader's quantization across it"
     if site.role is Role.ACTIVATION:
         return f"{site.name}: computed with the op before it"
+    if (why := refused_product(site)) is not None:
+        return why
     if site.role is Role.MATMUL:
         return f"{site.name}: product of two activations, kept float for its accuracy"
     if site.role is Role.SHAPE:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fx_passes.ops import Role, bind, module_of
 from fx_passes.quantize.annotation import NO_TENSOR, Annotation
-from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product
+from fx_passes.quantize.placement import PlacementRules, Site, granularity_of, int8_product, refused_product
 from fx_passes.quantize.scheme import SCHEMES
 
 __all__ = ["KERNELS", "PASS_THROUGH", "place_outputs"]
@@ -201,6 +201,8 @@ class _Placer:
             return "stays a Python call"
         if site.layer is not None:
             return f"its result may share memory: {self.result(node).meta['aliased']}"
+        if (why := refused_product(site)) is not None:
+            return why
         if site.role is Role.SHAPE:
             return f"{site.name}: {NO_TENSOR}"
         if self.has_kernel(node) or self.passes(node) or self.bounds(node):

@@ -20,7 +20,7 @@ from fx_passes.quantize.qconfig import LayerConfig, QConfig
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
 from fx_passes.quantize.weights import channel_sqnr
 
-__all__ = ["RULES", "PlacementRules", "Site", "annotate", "int8_product", "sites_of"]
+__all__ = ["RULES", "PlacementRules", "Site", "annotate", "int8_product", "refused_product", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,16 @@ def int8_product(site: Site) -> str | None:
     if len(site.node.args) != 2 or site.node.kwargs or not all(isinstance(a, Node) for a in site.node.args):
         return None
     return f"{site.name}: product of two activations, in int8 as configured ({site.config.origin})"
+
+
+def refused_product(site: Site) -> str | None:
+    """Why a product that is configured as int8 stays float; None for other sites."""
+    if site.role is not Role.MATMUL or site.config.dtype != "int8":
+        return None
+    return (
+        f"{site.name}: configured as int8 ({site.config.origin}), but no plain product of two tensors; an attention with "
+        "is_causal, or with a mask that may be bool, stays whole"
+    )
 
 
 def _kind(node: Node) -> str:
