@@ -162,8 +162,8 @@ def refused_product(site: Site) -> str | None:
     if site.role is not Role.MATMUL or site.config.dtype != "int8":
         return None
     return (
-        f"{site.name}: configured as int8 ({site.config.origin}), but no plain product of two tensors; an attention with "
-        "is_causal, or with a mask that may be bool, stays whole"
+        f"{site.name}: configured as int8 ({site.config.origin}), but no plain product of two tensors; an attention "
+        "with is_causal, or with a mask that may be bool, stays whole"
     )
 
 
