@@ -58,7 +58,7 @@ COLUMNS = {
     "parser": "the fp32 network that NVIDIA's parser makes of that file, executed, equals eager to 1e-4",
     "converted": "the int8 graph is finite, and without its Q/DQ pairs equals eager to 1e-4",
     "TensorRT int8": "our converters' int8 network, executed, is at 30 dB or more from the int8 graph, "
-    "or no layer fed alone is more than one step off",
+    "or none of twelve layers fed alone is more than one step off",
     "parser int8": "so is the network that NVIDIA's parser makes of the Q/DQ file, from ours or from the int8 graph",
     "engine": "the builder takes the int8 network with its float part in fp16",
 }

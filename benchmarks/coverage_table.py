@@ -47,7 +47,8 @@ def document(rows: Mapping[str, Row], listed: Sequence[tuple[str, int | None]], 
         "",
         "A dash: not run, since a smaller model of the same family was.",
         "",
-        *_summary(found, len(listed)),
+        *_summary(found),
+        *_not_run([spec for spec, _ in listed if spec not in rows]),
         "",
         *_misses(found),
         *_table("torchvision classifiers", [row for row in found if row["model"].startswith("torchvision:")]),
@@ -60,7 +61,12 @@ def _is_version(value: Any) -> bool:
     return isinstance(value, str) and value[:1].isdigit()
 
 
-def _summary(rows: Sequence[Row], listed: int) -> list[str]:
+def _not_run(specs: Sequence[str]) -> list[str]:
+    names = ", ".join(f"`{spec}`" for spec in specs)
+    return ["", f"{len(specs)} models of the list have not been run: {names}."] if specs else []
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
     head = ["| | models | " + " | ".join(COLUMNS) + " | all |", "| --- " * (len(COLUMNS) + 3) + "|"]
     for origin in ("torchvision", "timm"):
         mine = [row for row in rows if row["model"].startswith(f"{origin}:")]
@@ -70,8 +76,7 @@ def _summary(rows: Sequence[Row], listed: int) -> list[str]:
         ]
         cells = " | ".join(map(str, (len(mine), *counts, sum(map(is_complete, mine)))))
         head.append(f"| {origin} | {cells} |")
-    missing = [] if len(rows) == listed else ["", f"{listed - len(rows)} models of the list have not been run."]
-    return head + missing
+    return head
 
 
 def _misses(rows: Sequence[Row]) -> list[str]:

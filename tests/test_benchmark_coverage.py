@@ -76,4 +76,4 @@ def test_the_page_counts_and_names_the_gaps() -> None:
     page = document({row["model"]: row for row in (good, bad)}, listed, {"torch": "2.14.1"})
     assert "| timm | 2 |" in page and "1 of 2" in page
     assert "- `timm:test_vit`, ONNX: differs by 2.0e-01" in page
-    assert "1 models of the list have not been run" in page
+    assert "1 models of the list have not been run: `timm:vgg11`." in page
