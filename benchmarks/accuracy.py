@@ -29,6 +29,7 @@ from benchmarks.photographs import PHOTOGRAPHS, Batches, Crop, calibration_batch
 from benchmarks.results import publish
 from fx_passes import convert_fx, prepare_calibration_fx, prepare_qat_fx
 from fx_passes.quantize.calibrate import calibrate
+from fx_passes.quantize.equalize import equalize_fx
 from fx_passes.quantize.qat import freeze_batch_norm, set_qat_state
 from lowering import lower_to_onnx, lower_to_trt
 from lowering.compare import agreement
@@ -129,6 +130,8 @@ def digit_runs(model: nn.Module, data: Digits, arguments: argparse.Namespace) ->
         graph = convert_fx(quantization_aware(model, data, target))
         yield target, "QAT", "PyTorch", predictions(graph, images)
         yield from ((target, "QAT", run, predictions(call, images)) for run, call in backends(graph, target))
+        graph = convert_fx(quantization_aware(equalize_fx(model), data, target))
+        yield target, "equalized, then QAT", "PyTorch", predictions(graph, images)
     for name, call in peer_calls(model, example, data.calibration()):
         yield "onnxruntime", name, "ONNX Runtime", predictions(call, images)
 
@@ -137,7 +140,8 @@ def quantization_aware(model: nn.Module, data: Digits, target: str) -> GraphModu
     """The model trained further with fake quantization, in its validating state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        qat = prepare_qat_fx(copy.deepcopy(model).train(), data.test_images[:_BATCH], target=target)
+        start = model if isinstance(model, GraphModule) else copy.deepcopy(model).train()
+        qat = prepare_qat_fx(start, data.test_images[:_BATCH], target=target)
         set_qat_state(qat, "calibrate")
         with torch.no_grad():
             for batch in data.calibration():

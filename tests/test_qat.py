@@ -436,3 +436,19 @@ def test_example_inputs_are_recorded():
     qat = prepare_qat_fx(made("residual"))
     steps(qat, 1)
     assert convert_fx(qat).meta["example_inputs"][0].shape == (4, 3, 8, 8)
+
+
+def test_a_fused_graph_is_trained_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Conv2d(4, 2, 1)).eval()
+    images = torch.randn(4, 3, 8, 8)
+    fused = fuse_fx(model)
+    before = {name: value.clone() for name, value in fused.state_dict().items()}
+    qat = prepare_qat_fx(fused, images, target="onnxruntime")
+    set_qat_state(qat, "train")
+    qat(images).sum().backward()
+    assert qat.get_parameter("0.weight").grad.abs().sum() > 0
+    assert all(torch.equal(value, before[name]) for name, value in fused.state_dict().items())
+    set_qat_state(qat, "validate")
+    with torch.no_grad():
+        assert torch.equal(convert_fx(qat)(images), qat(images))

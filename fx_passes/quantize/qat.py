@@ -55,7 +55,8 @@ def prepare_qat_fx(
     `convert_fx` then gives the very numbers of the eval mode.
 
     Args:
-        model: a float module (its parameters are copied), or a graph of one that was traced in eval mode.
+        model: a float module (its parameters are copied), or a graph of one that was traced in eval mode. A fused one
+            (by `equalize_fx`, say) trains without Dropout and BatchNorm, which fusing takes out.
         example_inputs: what a later lowering takes as its example, see `prepare_calibration_fx`.
         target: "tensorrt", "tensorrt-rtx" or "onnxruntime".
         qconfig: what to do otherwise, and where (see `QConfig`), or the file that says so.
@@ -174,7 +175,7 @@ def _trainable_graph(model: nn.Module) -> tuple[GraphModule, bool]:
         raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
     if isinstance(model, GraphModule):
         stage = model.meta.get("stage", "traced")
-        if stage not in ("traced", "functionalized"):
+        if stage not in ("traced", "functionalized", "fused"):
             raise StageError(f"a graph that is {stage} cannot be trained", hint="start from the float model")
         if model.meta.get("training", model.training):
             raise StageError("this graph was traced in train mode", hint="call model.eval() before trace(model)")
