@@ -162,7 +162,7 @@ def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, A
 def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, request: Request) -> LoweredModule:
     """The model is one graph: its segments, the Python between them, and what can be lowered inside that Python."""
     from lowering.backend import built_segments
-    from lowering.children import WithChildren
+    from lowering.children.lowered import WithChildren
     from lowering.hierarchy import lower_leaves
     from lowering.segments import segmented
     from lowering.summary import details_of

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fx_passes.errors import ArtifactError, LoweringError
-from lowering.artifact_files import FORMAT, MANIFEST, check_files, parse_json, read_manifest, write_json, writing
-from lowering.artifact_merge import merge
-from lowering.children import WithChildren
-from lowering.children_format import checked_children, children_from_plain, children_to_plain, supplied_model
-from lowering.glue_checks import check_nodes
-from lowering.glue_format import glue_from_plain, glue_to_plain
-from lowering.glue_values import structures_named
+from lowering.children.lowered import WithChildren
+from lowering.manifest.children import checked_children, children_from_plain, children_to_plain, supplied_model
+from lowering.manifest.files import FORMAT, MANIFEST, check_files, parse_json, read_manifest, write_json, writing
+from lowering.manifest.glue import glue_from_plain, glue_to_plain
+from lowering.manifest.glue_checks import check_nodes
+from lowering.manifest.glue_values import structures_named
+from lowering.manifest.merge import merge
+from lowering.manifest.specs import checked
 from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
 from lowering.segments import Fallback
-from lowering.spec_format import checked
 
 __all__ = ["FORMAT", "MANIFEST", "described", "load", "merge", "save"]
 

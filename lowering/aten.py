@@ -1,7 +1,7 @@
 """A segment as a normalised aten program: one normal form, shapes known, state lifted.
 
 `to_aten` is the door between the module-level world (`fx_passes`) and the backends (`lowering.trt`, `lowering.onnx`).
-It runs `torch.export` (see `aten_export`), brings the graph into normal form (see `aten_normal`) and hands back an
+It runs `torch.export` (see `normal_form.export`), brings the graph into normal form (see `normal_form.normalize`) and hands back an
 `AtenProgram`, whose `exported` is a valid `torch.export.ExportedProgram`: it runs, it can be saved by torch, and
 `torch.onnx.export` takes it.
 
@@ -165,8 +165,8 @@ def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tenso
         >>> [str(n.target) for n in program.call_nodes()]
         ['aten.reshape.default', 'aten.mul.Tensor']
     """
-    from lowering.aten_export import check_dynamic, export_segment
-    from lowering.aten_normal import normalize
+    from lowering.normal_form.export import check_dynamic, export_segment
+    from lowering.normal_form.normalize import normalize
 
     exported = export_segment(segment, inputs, example)
     check_dynamic(exported, inputs, segment, example)
@@ -184,6 +184,6 @@ def cast_float_part(program: AtenProgram, dtype: torch.dtype, keep: Iterable[str
     Returns:
         A new program whose inputs and outputs keep their dtypes; weights are cast now, not at run time.
     """
-    from lowering.aten_cast import cast_program
+    from lowering.normal_form.cast import cast_program
 
     return cast_program(program, dtype, keep)

@@ -24,9 +24,9 @@ from fx_passes.state import restored_state
 from lowering.arguments import bound_arguments, leaves_of
 from lowering.backend import built_segments
 from lowering.capture import warn_of_few
-from lowering.child_calls import replaced_forwards
-from lowering.children import LoweredChild, WithChildren, own_copy
-from lowering.choice import Child, Choice, choose, computes
+from lowering.children.calls import replaced_forwards
+from lowering.children.choice import Child, Choice, choose, computes
+from lowering.children.lowered import LoweredChild, WithChildren, own_copy
 from lowering.inputs import ShapeRange
 from lowering.module import LoweredModule, SegmentInfo
 from lowering.request import Request

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
-from lowering.children import LoweredChild, WithChildren
+from lowering.children.lowered import LoweredChild, WithChildren
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ArtifactError, ExportError
 from fx_passes.node_meta import source_line
-from lowering.aten_state import output_specs
+from lowering.normal_form.state import output_specs
 from lowering.onnx.legalize import check_translations, legalize
 
 if TYPE_CHECKING:

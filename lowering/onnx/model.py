@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, InputError, LoweringError
 from lowering.aten import TensorSpec
+from lowering.manifest.specs import checked, spec_from_plain, spec_to_plain
 from lowering.onnx.expected import INPUTS, OUTPUTS, Expected, polygraphy_command
 from lowering.onnx.files import OnnxFile
-from lowering.spec_format import checked, spec_from_plain, spec_to_plain
 
 if TYPE_CHECKING:
     import onnx

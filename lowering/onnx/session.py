@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.aten import TensorSpec
+from lowering.manifest.specs import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
-from lowering.spec_format import checked
 
 if TYPE_CHECKING:
     import onnx

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError
 from lowering.aten import TensorSpec
-from lowering.spec_format import checked, lists, spec_from_plain, spec_to_plain
+from lowering.manifest.specs import checked, lists, spec_from_plain, spec_to_plain
 from lowering.trt import bindings
 from lowering.trt.build import Engine
 from lowering.trt.graphs import GraphedRunner, TorchCapturer

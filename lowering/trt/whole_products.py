@@ -18,8 +18,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lowering.aten import AtenProgram
-from lowering.aten_edit import arguments, insert, is_static, shape_of, take_origin
-from lowering.aten_state import rebuild
+from lowering.normal_form.edit import arguments, insert, is_static, shape_of, take_origin
+from lowering.normal_form.state import rebuild
 
 __all__ = ["keep_products_whole"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowering.aten_einsum import explicit
+from lowering.normal_form.einsum import explicit
 from lowering.trt.converters.pointwise import is_number
 from lowering.trt.net import Net, Tensor, Value
 from lowering.trt.registry import converts

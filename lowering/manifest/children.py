@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fx_passes.errors import ArtifactError
-from lowering.children import Accepts, LoweredChild, TensorRange, WithChildren, own_copy
-from lowering.glue_checks import check_nodes
-from lowering.glue_format import glue_from_plain, glue_to_plain
+from lowering.children.lowered import Accepts, LoweredChild, TensorRange, WithChildren, own_copy
+from lowering.manifest.glue import glue_from_plain, glue_to_plain
+from lowering.manifest.glue_checks import check_nodes
+from lowering.manifest.specs import checked, dtype_from_plain, shape_from_plain
 from lowering.module import Segment
-from lowering.spec_format import checked, dtype_from_plain, shape_from_plain
 
 __all__ = ["checked_children", "children_from_plain", "children_to_plain", "supplied_model"]
 

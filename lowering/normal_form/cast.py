@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.amp import autocast_graph
 from lowering.aten import AtenProgram
-from lowering.aten_state import rebuild
+from lowering.normal_form.state import rebuild
 
 __all__ = ["cast_program"]
 

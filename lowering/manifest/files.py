@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fx_passes.errors import ArtifactError
-from lowering.spec_format import checked
+from lowering.manifest.specs import checked
 
 __all__ = [
     "FORMAT",

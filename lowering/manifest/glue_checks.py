@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fx_passes.errors import ArtifactError
-from lowering.spec_format import checked
+from lowering.manifest.specs import checked
 
 __all__ = ["HELD", "check_nodes"]
 

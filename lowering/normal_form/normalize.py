@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lowering.aten_edit import (
+from lowering.normal_form.edit import (
     arguments,
     bypass,
     inline,
@@ -24,8 +24,14 @@ from lowering.aten_edit import (
     shape_of,
     take_origin,
 )
-from lowering.aten_shapes import AXIS_ORDERS, RESHAPES, normalize_axis_orders, normalize_reshapes, simplify_expands
-from lowering.aten_state import LiftedState
+from lowering.normal_form.shapes import (
+    AXIS_ORDERS,
+    RESHAPES,
+    normalize_axis_orders,
+    normalize_reshapes,
+    simplify_expands,
+)
+from lowering.normal_form.state import LiftedState
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

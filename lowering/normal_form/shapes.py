@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lowering.aten_edit import arguments, expression, insert, is_static, replace_call, shape_of
+from lowering.normal_form.edit import arguments, expression, insert, is_static, replace_call, shape_of
 
 __all__ = ["AXIS_ORDERS", "RESHAPES", "normalize_axis_orders", "normalize_reshapes", "simplify_expands"]
 

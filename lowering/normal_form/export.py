@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ExportError, InputError
 from fx_passes.quiet import quiet_torch
-from lowering.aten_einsum import normalize_einsums
-from lowering.aten_functional import functionalize_fresh, is_functional
+from lowering.normal_form.einsum import normalize_einsums
+from lowering.normal_form.functional import functionalize_fresh, is_functional
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

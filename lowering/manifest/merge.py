@@ -11,10 +11,10 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from fx_passes.errors import ArtifactError
-from lowering.artifact_files import Writer, check_files, read_manifest, write_json, writing
+from lowering.manifest.files import Writer, check_files, read_manifest, write_json, writing
+from lowering.manifest.specs import checked
 from lowering.module import LoweredModule, OpRow, SegmentInfo
 from lowering.segments import Fallback
-from lowering.spec_format import checked
 
 __all__ = ["merge"]
 
@@ -50,7 +50,7 @@ def merge(folder: str | Path, other: str | Path) -> Path:
         ArtifactError: one of them is damaged, or they are not of the same lowering; the text says what differs.
 
     Example:
-        >>> from lowering.artifact_merge import merge
+        >>> from lowering.manifest.merge import merge
         >>> merge("build/net-for-a100", "build/net-for-h100")  # doctest: +SKIP
     """
     base, source = _read(Path(folder)), _read(Path(other))

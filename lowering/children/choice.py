@@ -20,8 +20,8 @@ from fx_passes.ops import OPS, Role
 from fx_passes.state import restored_state
 from fx_passes.wrap import is_wrapped_module
 from lowering.arguments import as_example, signature_of
-from lowering.child_calls import Call, Opaque, Shape, record_calls
-from lowering.children import Accepts, TensorRange
+from lowering.children.calls import Call, Opaque, Shape, record_calls
+from lowering.children.lowered import Accepts, TensorRange
 from lowering.inputs import Example, ShapeRange, brought_to
 from lowering.probes import HEADROOM, alike, of_other_sizes
 

@@ -25,8 +25,8 @@ from fx_passes.structures import make_instance
 from fx_passes.trace_args import check_fixed
 from fx_passes.wrap import is_wrapped
 from lowering.arguments import signature_of
-from lowering.glue_checks import HELD
-from lowering.glue_values import is_structure, value_from_plain, value_to_plain
+from lowering.manifest.glue_checks import HELD
+from lowering.manifest.glue_values import is_structure, value_from_plain, value_to_plain
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
