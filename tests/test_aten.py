@@ -13,6 +13,7 @@ from torch import nn
 from fx_passes import trace
 from fx_passes.errors import ExportError, InputError
 from fx_passes.quantize.decomposed import decomposed
+from lowering import lower_to_onnx
 from lowering.aten import AtenProgram, TensorSpec, WriteBack, to_aten
 
 aten = torch.ops.aten
@@ -413,3 +414,26 @@ def test_a_range_up_to_two_stays_dynamic():
     program = to_aten(graph, [TensorSpec("x", x.dtype, (1, 3, 4, 4), (1, 3, 4, 4), (2, 3, 4, 4))], (x,))
     for n in (1, 2):
         torch.testing.assert_close(program(x[:n])[0], graph(x[:n])[0])
+
+
+class ChainedWrites(nn.Module):
+    """In-place calls on the result of in-place calls: of an input and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        x.sub_(0.5).div_(0.25)
+        self.mean.mul_(0.9).add_(1.0)
+        return torch.relu(x) + self.mean
+
+
+def test_the_last_of_several_writes_is_what_is_written_back():
+    lowered, model = lower_to_onnx(ChainedWrites().eval(), torch.rand(2, 4), precision="fp32"), ChainedWrites().eval()
+    assert not lowered.fallbacks
+    for _ in range(3):
+        ours = torch.rand(2, 4)
+        theirs = ours.clone()
+        torch.testing.assert_close(lowered(ours), model(theirs))
+        torch.testing.assert_close(ours, theirs)

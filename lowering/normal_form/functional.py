@@ -112,6 +112,8 @@ def _out_of_place(node: Node) -> torch._ops.OpOverload | None:
     value: Any = node.args[0]
     if twin is None or not isinstance(value, Node) or not (_is_fresh(value) and _is_fresh(node)):
         return None
+    if value.target._schema.is_mutable:  # type: ignore[union-attr]
+        return None  # it was left in place, since its memory is shared: with an input, a buffer or what it is a view of
     dtypes = {n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
     return twin if len(dtypes) == 1 else None  # in place keeps the dtype, out of place would promote
 
