@@ -1,4 +1,4 @@
-"""Copies of modules that share their tensors."""
+"""Copies of modules that share their tensors, and of inputs that share none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-__all__ = ["eval_copy", "shared_copy"]
+__all__ = ["copied_inputs", "eval_copy", "shared_copy"]
 
 
 def shared_copy(model: nn.Module) -> Any:
@@ -29,3 +30,18 @@ def shared_copy(model: nn.Module) -> Any:
 def eval_copy(model: nn.Module) -> Any:
     """A copy of a module, in eval mode, that shares parameters and buffers with it."""
     return shared_copy(model).eval()
+
+
+def copied_inputs(inputs: Any) -> Any:
+    """The same structure with tensors of its own memory, for a run of a model that may write to what it is given.
+
+    A tensor that is there twice is copied once. They need no gradients: only inference is run on them.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+        return copies[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, copied, inputs)

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.example_values import check_branch
 from fx_passes.frames import failure_reason, traced_source
@@ -113,7 +114,8 @@ def _refuse_wrapped_calls(model: nn.Module, plan: ArgumentPlan) -> None:
     with restored_state(model), torch.random.fork_rng(devices=[]), torch.no_grad(), wrapped_calls(model):
         try:
             with activate(_Guard()):  # type: ignore[arg-type]
-                model(*call.args, **call.kwargs)
+                args, kwargs = copied_inputs((call.args, call.kwargs))
+                model(*args, **kwargs)
         except _WrappedCallError as found:
             raise CaptureError(
                 f"torch.export would lose the Python of '{found}', which is wrapped and runs in {type(model).__name__}",

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import LoweringError
 from fx_passes.graph_module import copy_graph_module, delete_unused, set_submodule
 from fx_passes.node_meta import inherit_meta
@@ -250,7 +251,7 @@ def _rebuild(graph: Graph, structure: Any, take: Any) -> Node:
 
 def _verify(glue: GraphModule, expected: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with restored_state(glue), torch.random.fork_rng(devices=[]), torch.no_grad():
-        values = bind_inputs(glue, args, kwargs)
+        values = bind_inputs(glue, *copied_inputs((args, kwargs)))
         output = Interpreter(glue).run(*positional(values))
     check_output(expected, output)
 

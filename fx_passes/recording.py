@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import InputError, LoweringError
 from fx_passes.state import restored_state
 
@@ -46,13 +47,13 @@ class Recording:
 
 
 def record(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-    """Run `gm` once without gradients; buffers, attributes and the random state are put back.
+    """Run `gm` once, on copies of the inputs and without gradients; buffers, attributes and random state are put back.
 
     Raises:
         InputError: the inputs do not fit the graph's signature, or the run fails; names the node.
     """
     with restored_state(gm), torch.random.fork_rng(devices=[]), torch.no_grad():
-        return _Recorder(gm, bind_inputs(gm, args, kwargs)).record()
+        return _Recorder(gm, bind_inputs(gm, *copied_inputs((args, kwargs)))).record()
 
 
 def bind_inputs(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Node, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import ExportError, LoweringError
 from fx_passes.partition import check_output
 from fx_passes.recording import bind_inputs, positional
@@ -159,7 +160,7 @@ class _Recorder(Interpreter):
 
     def record(self, example: Example, *, count: bool = False) -> _Recorder:
         self._counter = FlopCounter() if count else None
-        args = positional(bind_inputs(self.glue, example.args, example.kwargs))
+        args = positional(bind_inputs(self.glue, *copied_inputs((example.args, example.kwargs))))
         self.result = self.run(*args)
         return self
 

@@ -62,7 +62,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
     if not data:
         warn_of_few(stacklevel=5)
     with restored_state(model):  # calls that calibrate are none of the caller's: a counter in a buffer stays
-        calibrate(prepared, data if data else [inputs], progress=request.shows_progress)
+        calibrate(prepared, request.batches(sizes.opt), progress=request.shows_progress)
         return _converted(prepared, sizes, request)
 
 
@@ -71,8 +71,7 @@ def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Gr
     from fx_passes import convert_fx
 
     if request.search is None:
-        batches = request.data if request.data else [sizes.opt.inputs()]
-        return convert_fx(prepared, batches, progress=request.shows_progress)
+        return convert_fx(prepared, request.batches(sizes.opt), progress=request.shows_progress)
     from lowering.search import searched
 
     return searched(prepared, sizes, request)

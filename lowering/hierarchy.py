@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fx_passes import convert_fx, prepare_calibration_fx
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import CalibrationError, CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph_module import set_submodule
 from fx_passes.quantize.annotation import annotation_of
@@ -136,7 +137,7 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
 
         return observe
 
-    batches: Any = request.data if request.data else [sizes.opt.inputs()]
+    batches = request.batches(sizes.opt)
     with restored_state(root), torch.no_grad(), replaced_forwards(root, observed):
         for batch in shown(batches) if request.shows_progress else batches:
             call_with_batch(root, batch)
@@ -301,5 +302,6 @@ def _inputs(root: nn.Module, children: Sequence[Child], sizes: ShapeRange) -> di
         return kept
 
     with restored_state(root), torch.random.fork_rng(devices=[]), torch.no_grad(), replaced_forwards(root, keep):
-        root(*sizes.opt.args, **sizes.opt.kwargs)
+        args, kwargs = copied_inputs((sizes.opt.args, sizes.opt.kwargs))
+        root(*args, **kwargs)
     return found

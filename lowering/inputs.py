@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fx_passes.copying import copied_inputs
 from fx_passes.errors import CalibrationError, InputError
 from lowering.images import declared_input
 
@@ -95,7 +96,8 @@ class CalibrationData:
     """Calibration batches that can be gone through more than once.
 
     A re-iterable (list, `DataLoader`) is iterated afresh each time. A one-shot iterator is consumed once by
-    `batches()`, and its first `kept` batches serve every later pass.
+    `batches()`, and its first `kept` batches serve every later pass. Every pass gets copies, which a model that writes
+    to its inputs may change.
     """
 
     def __init__(self, batches: Iterable[Any] | None, kept: int):
@@ -125,6 +127,10 @@ class CalibrationData:
     def __iter__(self) -> Iterator[Any]:
         if self._source is None:
             return
+        yield from map(copied_inputs, self._passed())
+
+    def _passed(self) -> Iterator[Any]:
+        assert self._source is not None
         if not self._one_shot:
             yield from self._source
             return

@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lowering.inputs import CalibrationData, Example
+
 if TYPE_CHECKING:
-    from lowering.inputs import CalibrationData
     from lowering.search import PlacementSearch
     from lowering.settings import Settings
 
@@ -35,6 +36,10 @@ class Request:
     settings: Settings
     build: bool = True
     search: PlacementSearch | None = None
+
+    def batches(self, example: Example) -> CalibrationData:
+        """The calibration batches; the example alone if there are none."""
+        return self.data if self.data else CalibrationData([example.inputs()], 1)
 
     @property
     def quantizes(self) -> bool:

@@ -151,7 +151,7 @@ def searched(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Grap
     assert request.search is not None
     backend = request.backend
     parts = segmented(convert_fx(rounded_to_nearest(prepared)), sizes, request.partial_settings, backend.unsupported)
-    data = request.data if request.data else [sizes.opt.inputs()]
+    data = request.batches(sizes.opt)
     gpu = request.search.on(backend.capabilities)
     placement = search_placement(prepared, parts.programs, backend.listing, data, request.search, gpu)
     placed = decide(prepared, placement.decisions)

@@ -82,3 +82,47 @@ def test_nothing_of_the_callers_changes(make, lower, precision):
     second = run(images[0].detach())
     assert torch.equal(model.state_dict()[next(n for n in state if n.endswith("calls"))], torch.tensor(1.0))
     assert not torch.equal(first, second)  # the lowered module counts on its own
+
+
+class Normalizing(nn.Module):
+    """Writes to its input, as preprocessing within a model often does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        x.sub_(0.5).div_(0.25)
+        return self.second(torch.relu(self.first(x)))
+
+
+class BranchingNormalizing(Normalizing):
+    """The same where it stays Python, with its convolutions lowered one by one."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+@pytest.mark.parametrize("make", [Normalizing, BranchingNormalizing])
+@pytest.mark.filterwarnings("ignore")
+def test_inputs_that_the_model_writes_to_are_copied_for_every_run(make, lower, precision):
+    torch.manual_seed(0)
+    model = make().eval()
+    images = [torch.rand(2, 3, 8, 8) for _ in range(3)]
+    before = copy.deepcopy(images)
+    for data in (None, images):
+        if precision == "fp32" and data is not None:
+            continue
+        lowered = lower(model, images[0], precision=precision, calibration=data)
+        assert all(torch.equal(a, b) for a, b in zip(images, before, strict=True))
+        run = lowered if lower is lower_to_onnx else lowered.simulate
+        ours, theirs = images[0].clone(), images[0].clone()
+        with torch.no_grad():
+            result, expected = run(ours), model(theirs)
+        assert torch.equal(ours, theirs)  # a call writes to its input, as the model does
+        # An input that is normalised twice has five times the range: int8 of it is far above this.
+        limit = (1e-5 if precision == "fp32" else 0.05) * expected.abs().max()
+        assert (result - expected).abs().max() <= limit

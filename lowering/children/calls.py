@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fx_passes.copying import copied_inputs
 from lowering.arguments import bound_arguments, leaves_of
 from lowering.flop_counter import FlopCounter
 from lowering.inputs import Example
@@ -132,5 +133,6 @@ def record_calls(root: nn.Module, example: Example) -> tuple[list[Call], int]:
         return recorded
 
     with replaced_forwards(root, make), counter:
-        root(*example.args, **example.kwargs)
+        args, kwargs = copied_inputs((example.args, example.kwargs))
+        root(*args, **kwargs)
     return calls, counter.total
