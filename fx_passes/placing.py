@@ -269,7 +269,8 @@ class Plan:
         rec = self.recording
         touching = {n for n in self._places if group in rec.reads[n] and n.op != "get_attr"} | set(writers)
         where = {(self._places[n], self._index.get(n)) for n in touching}
-        if len(where) == 1:
+        returned = any(user.op == "output" for node in attributes for user in node.users)
+        if len(where) == 1 and not returned:  # what is returned is read in the glue
             return
         for node in attributes:
             if self._places[node] is Place.ATTRIBUTE:

@@ -126,3 +126,29 @@ def test_inputs_that_the_model_writes_to_are_copied_for_every_run(make, lower, p
         # An input that is normalised twice has five times the range: int8 of it is far above this.
         limit = (1e-5 if precision == "fp32" else 0.05) * expected.abs().max()
         assert (result - expected).abs().max() <= limit
+
+
+class ReturningItsBuffer(nn.Module):
+    """A buffer that a call changes and returns: read where it was written, not where the lowering began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        self.total.add_(x)
+        self.last.copy_(x * 2)
+        return self.total, self.last, torch.relu(x) + 1
+
+
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+def test_a_buffer_that_is_changed_and_returned_has_its_new_value(lower):
+    model = ReturningItsBuffer().eval()
+    lowered = lower(ReturningItsBuffer().eval(), torch.rand(4), precision="fp32")
+    run = lowered if lower is lower_to_onnx else lowered.simulate
+    inputs = list(torch.rand(3, 4))
+    results = [[value.clone() for value in run(x)] for x in inputs]
+    for x, result in zip(inputs, results, strict=True):
+        for ours, theirs in zip(result, model(x), strict=True):
+            torch.testing.assert_close(ours, theirs)
