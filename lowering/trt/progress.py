@@ -68,12 +68,13 @@ def run_cancellable(work: Callable[[], Any], cancelled: threading.Event) -> Any:
             done.set()
 
     thread = threading.Thread(target=body, name="tensorrt-build", daemon=True)
-    thread.start()
     try:
+        thread.start()
         done.wait()
     except BaseException:
         cancelled.set()
-        done.wait()
+        if thread.ident is not None:  # it did start
+            done.wait()
         raise
     thread.join()
     if "error" in outcome:
