@@ -1,8 +1,8 @@
 """A segment as a normalised aten program: one normal form, shapes known, state lifted.
 
 `to_aten` is the door between the module-level world (`fx_passes`) and the backends (`lowering.trt`, `lowering.onnx`).
-It runs `torch.export` (`normal_form.export`), brings the graph into normal form (`normal_form.normalize`) and hands back
-an `AtenProgram`, whose `exported` is a valid `torch.export.ExportedProgram`: it runs, it can be saved by torch, and
+It runs `torch.export` (`normal_form.export`), brings the graph into normal form (`normal_form.normalize`) and gives an
+`AtenProgram`, whose `exported` is a valid `torch.export.ExportedProgram`: it runs, it can be saved by torch, and
 `torch.onnx.export` takes it.
 
 What a backend can rely on, for every node of the program:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fx_passes.errors import ExportError, LoweringError, UnsupportedOpError
-from fx_passes.graph_module import copy_graph_module
+from fx_passes.graph_module import copy_graph_module, set_buffer
 from fx_passes.node_meta import source_line
 from fx_passes.ops import Role, op_of
 from fx_passes.partition import partition
@@ -120,7 +122,24 @@ def segmented(
         if node.meta.get("python")
     ]
     refuse_fallbacks(fallbacks, settings)
+    _own_buffers(glue)
     return Segmented(glue, programs, measured, fallbacks)
+
+
+def _own_buffers(glue: GraphModule) -> None:
+    """Give the glue buffers of its own: what a call changes is never the caller's.
+
+    Not where the user's own Python runs in it, which may look at the same buffers through the model.
+    """
+    if any(node.meta.get("python") and op_of(node, glue) is None for node in glue.graph.nodes):
+        return
+    owned: dict[int, Tensor] = {}
+    for node in glue.graph.find_nodes(op="get_attr"):
+        value = attrgetter(str(node.target))(glue)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            own = owned.setdefault(id(value), value.detach().clone())
+            set_buffer(glue, str(node.target), own)
+            owned[id(own)] = own
 
 
 def refuse_fallbacks(fallbacks: list[Fallback], settings: Settings) -> None:

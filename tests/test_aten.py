@@ -437,3 +437,27 @@ def test_the_last_of_several_writes_is_what_is_written_back():
         theirs = ours.clone()
         torch.testing.assert_close(lowered(ours), model(theirs))
         torch.testing.assert_close(ours, theirs)
+
+
+class KeepingTheLast(nn.Module):
+    """A buffer that every call overwrites before it is read, and one that is never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, 4))
+        self.register_buffer("seen", torch.zeros(2, 4))
+
+    def forward(self, x):
+        self.last.copy_(x * 2)
+        self.seen.copy_(x.exp())
+        return torch.relu(x) + self.last, self.last
+
+
+def test_a_buffer_that_is_written_before_it_is_read_needs_no_state():
+    model = KeepingTheLast().eval()
+    lowered = lower_to_onnx(model, torch.rand(2, 4), precision="fp32")
+    assert not lowered.fallbacks
+    for _ in range(3):
+        x = torch.rand(2, 4)
+        for ours, theirs in zip(lowered(x), model(x), strict=True):
+            torch.testing.assert_close(ours, theirs)

@@ -86,6 +86,8 @@ class LiftedState:
         graph = self.gm.graph
         input_specs, output_specs = self._interface()
         buffers = self._buffers_as_inputs(inputs)
+        writebacks = self._order_outputs(input_specs, output_specs, buffers)
+        graph.eliminate_dead_code()
         for node in [n for n in self._fqn if not n.users]:
             del self._fqn[node], self._value[node]
             graph.erase_node(node)
@@ -99,7 +101,6 @@ class LiftedState:
                 specs.append(TensorSpec(_identifier(buffers[i - len(inputs)]), val.dtype, shape, shape, shape))
             taken.add(specs[i].name)
         _rename(graph, {node: spec.name for node, spec in zip(user_nodes, specs, strict=True)})
-        writebacks = self._order_outputs(input_specs, output_specs, len(inputs))
         _copy_unowned_outputs(graph)
         names = _name_outputs(graph, segment, taken, len(writebacks))
         state = {n: (self._fqn[n], self._value[n]) for n in graph.find_nodes(op="placeholder") if n in self._fqn}
@@ -125,9 +126,13 @@ class LiftedState:
         return fqns
 
     def _order_outputs(
-        self, input_specs: list[InputSpec], output_specs: list[OutputSpec], n_inputs: int
+        self, input_specs: list[InputSpec], output_specs: list[OutputSpec], buffers: list[str]
     ) -> list[WriteBack]:
-        """Mutations come first in torch's signature and last in ours."""
+        """Mutations come first in torch's signature and last in ours.
+
+        One of a buffer that is not among `buffers`, those that the program reads, is dropped: every call overwrites the
+        buffer before it looks at it, and the program is all that sees its copy.
+        """
         from torch.export.graph_signature import InputKind, OutputKind
 
         output = self.gm.graph.output_node()
@@ -138,7 +143,8 @@ class LiftedState:
             if spec.kind is OutputKind.USER_OUTPUT:
                 results.append(node)
             elif spec.kind is OutputKind.BUFFER_MUTATION:
-                mutations.append((node, "buffer", str(spec.target)))
+                if str(spec.target) in buffers:
+                    mutations.append((node, "buffer", str(spec.target)))
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 mutations.append((node, "input", user_names.index(str(spec.target))))
             else:
