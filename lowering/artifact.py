@@ -85,7 +85,8 @@ def load(
         model: the model that was lowered, if wrapped methods or leaf modules of it stay in Python. If the model itself
             stays in Python: one made in the same way, which gets the parameters that were saved, in a copy.
         fallbacks: wrapped functions, and NamedTuples and dataclasses of the model's results, by name, for example
-            `{"decode": decode}`. Those in the source file of `model` are found without.
+            `{"decode": decode}`. Those in the source file of `model`, and class and static methods of `model` and its
+            submodules, are found without.
 
     Raises:
         ArtifactError: a file is missing, truncated, altered or of a newer format, or a Python part is not supplied.

@@ -128,6 +128,88 @@ def test_wrapped_method_needs_the_model(tmp_path):
     torch.testing.assert_close(got, model(IMAGES), rtol=1e-4, atol=1e-4)
 
 
+class Limits(nn.Module):
+    """Wrapped class and static methods; `highest` is called twice, `ceiling` is inherited."""
+
+    offset = 0.0
+
+    def forward(self, x):
+        return self.highest(self.highest(self.ceiling(x)))
+
+    @wrap
+    @classmethod
+    def ceiling(cls, x):
+        return x + cls.offset if x.sum() > -1e9 else x
+
+    @classmethod
+    @wrap
+    def highest(cls, x):
+        return x.clamp(max=cls.lowest(x))
+
+    @wrap
+    @staticmethod
+    def lowest(x):
+        return float(x.detach().max()) / 2
+
+    @staticmethod
+    def secret(x):
+        raise AssertionError("a file made the loader call this")
+
+
+class Raised(Limits):
+    offset = 3.0
+
+    def forward(self, x):
+        return super().forward(x).clamp(max=self.lowest(x))
+
+
+class WrappedOnClasses(Net):
+    """Two classes with wrapped methods of one name, of which the graph calls those of the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.limits = Limits(), nn.ModuleList([Raised()])
+
+    def forward(self, x):
+        return self.limits[0](self.stem(x)) * 2
+
+
+def test_wrapped_class_and_static_methods_are_found_on_the_model(tmp_path):
+    model = WrappedOnClasses()
+    lower_to_onnx(model, IMAGES, precision="fp32").save(tmp_path / "a")
+    again = load(tmp_path / "a", model=WrappedOnClasses())
+    assert "wrapped by the user" in {f.reason for f in again.fallbacks}
+    torch.testing.assert_close(again(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ArtifactError, match=r"fallbacks=\{'ceiling': Raised.ceiling\}"):
+        load(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=r"fallbacks=\{'ceiling': Raised.ceiling\}"):
+        load(tmp_path / "a", model=Limits())  # that has one of another class
+    methods = {"ceiling": Raised.ceiling, "highest": Raised.highest, "lowest": Raised.lowest}
+    _assert_same(load(tmp_path / "a", fallbacks=methods)(IMAGES), again(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"fallback": "secret"}, "'secret' stays outside", id="not-wrapped"),
+        pytest.param({"fallback": "system", "class": "os"}, "'system' stays outside", id="no-class-of-the-model"),
+        pytest.param({"signature": "(x, y)"}, r"has the signature \(x\)", id="other-signature"),
+        pytest.param({"class": 3}, "the class of 'lowest'", id="no-text"),
+    ],
+)
+def test_a_file_names_only_wrapped_class_and_static_methods_of_the_model(change, message, tmp_path):
+    lower_to_onnx(WrappedOnClasses(), IMAGES, precision="fp32").save(tmp_path / "a")
+
+    def alter(manifest):
+        for node in manifest["glue"]:
+            if isinstance(node["target"], dict) and node["target"]["fallback"] == "lowest":
+                node["target"].update(change)
+
+    _edit(tmp_path / "a", alter)
+    with pytest.raises(ArtifactError, match=message):
+        load(tmp_path / "a", model=WrappedOnClasses())
+
+
 def test_a_file_cannot_call_a_method_that_is_not_wrapped(tmp_path):
     lower_to_onnx(WrappedMethod(), IMAGES, precision="fp32").save(tmp_path / "a")
 

@@ -6,7 +6,6 @@ artifact, and Python parts that the caller hands in (`model`, `fallbacks`). Ther
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from fx_passes.wrap import is_wrapped
 from lowering.arguments import signature_of
 from lowering.manifest.glue_checks import HELD
 from lowering.manifest.glue_values import is_structure, value_from_plain, value_to_plain
+from lowering.manifest.supplied import class_of, expression_for, find_on_model
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
@@ -61,7 +61,8 @@ def glue_to_plain(glue: GraphModule) -> tuple[list[dict[str, Any]], dict[str, Te
             plain["signature"] = signature
         if isinstance(plain["target"], dict):
             name = plain["target"]["fallback"]
-            if functions.setdefault(name, node.target) is not node.target:  # type: ignore[arg-type]
+            # compared by value: every access to a class method makes another object
+            if functions.setdefault(name, node.target) != node.target:  # type: ignore[arg-type]
                 raise ArtifactError(
                     f"two Python functions are called '{name}', and an artifact tells them by their names",
                     node=node,
@@ -118,7 +119,9 @@ def _target_to_plain(glue: GraphModule, node: Node) -> Any:
     function: Any = node.target
     if isinstance(function, torch._ops.OpOverload) and function._schema.name in _packets():
         return f"{function._schema.name}.{function._overloadname}"
-    return {"fallback": function.__name__, "signature": signature_of(function)}
+    plain = {"fallback": function.__name__, "signature": signature_of(function)}
+    owner = class_of(function)
+    return plain if owner is None else {**plain, "class": owner}
 
 
 def _python_signature(glue: GraphModule, node: Node) -> str | None:
@@ -224,33 +227,25 @@ class _Reader:
             if function is None:
                 raise ArtifactError(f"the artifact calls '{target}', which is no operator of torch that is known here")
             return function
-        name = target["fallback"]
-        function = self.fallbacks.get(name) or self._from_model_source(name)
+        name, owner = target["fallback"], target.get("class")
+        function = self.fallbacks.get(name) or find_on_model(self.model, name, owner)
         if function is None:
             raise ArtifactError(
                 f"the Python function '{name}' stays outside the artifact",
-                hint=f"load(folder, fallbacks={{'{name}': {name}}})",
+                hint=f"load(folder, fallbacks={{'{name}': {expression_for(name, owner)}}})",
             )
         _check_signature(f"'{name}'", function, target["signature"])
         return function
 
     def structure(self, name: str) -> type:
         """The caller's NamedTuple or dataclass of that name."""
-        found: Any = self.fallbacks.get(name) or self._from_model_source(name)
+        found: Any = self.fallbacks.get(name) or find_on_model(self.model, name)
         if not is_structure(found):
             raise ArtifactError(
                 f"the class '{name}' of the model's results stays outside the artifact",
                 hint=f"load(folder, fallbacks={{'{name}': {name}}}), or load(folder, model=the_model)",
             )
         return found
-
-    def _from_model_source(self, name: str) -> Callable[..., Any] | None:
-        """A wrapped function, NamedTuple or dataclass of that name in the source file of the caller's own model."""
-        for module in self.model.modules() if self.model is not None else ():
-            found = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(name)
-            if callable(found) and (is_wrapped(found) or is_structure(found)):
-                return found
-        return None
 
     def _need_model(self, why: str) -> nn.Module:
         if self.model is None:

@@ -79,6 +79,7 @@ def _check_target(name: str, kind: str, target: Any) -> None:
         if isinstance(target, dict):
             checked(target.get("fallback"), str, f"the function of '{name}'")
             checked(target.get("signature"), str, f"the signature of '{name}'")
+            checked(target.get("class"), str | None, f"the class of '{name}'")
         return
     checked(target, str, f"the target of '{name}'")
     if kind == "placeholder":
