@@ -11,6 +11,8 @@ from torch import nn
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
+from fx_passes.attribute_changes import written_in_place
+from fx_passes.frames import user_line
 from fx_passes.patching import current_tracer
 
 __all__ = ["recorded_buffer_assignment", "restored_state"]
@@ -51,15 +53,15 @@ def recorded_buffer_assignment() -> Iterator[None]:
     def assign(module: nn.Module, name: str, value: Any) -> None:
         tracer = current_tracer()
         buffers = module.__dict__.get("_buffers", {})
+        if tracer is not None and name not in buffers:
+            tracer.changes.note(module, name, value, user_line(tracer.outermost))
         if tracer is None or not isinstance(value, Proxy) or name not in buffers:
             plain(module, name, value)
             return
         path = tracer._tensor_paths.get(id(buffers[name]))
         if path is None:
             raise TraceError(f"a traced value is assigned to the buffer '{name}', which holds nothing yet")
-        node: Any = value.node
-        while node.op == "call_function" and str(getattr(node.target, "__name__", "")).startswith("i") and node.args:
-            node = node.args[0]
+        node = written_in_place(value)
         if node.op == "get_attr" and node.target == path:
             return
         tracer.rebind_buffer(path, value)

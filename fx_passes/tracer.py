@@ -16,6 +16,7 @@ from torch.fx.proxy import TraceError
 
 from fx_passes import trace_args
 from fx_passes.attention import straight_forward
+from fx_passes.attribute_changes import AttributeChanges
 from fx_passes.errors import CaptureError
 from fx_passes.example_values import ExampleValues
 from fx_passes.frames import failure_line, failure_reason, user_frame
@@ -81,6 +82,7 @@ class QuantizationTracer(AnsweringTracer):
         self._constants: dict[int, tuple[str, Any]] = {}
         self._attributes: dict[str, TensorAttribute] = {}
         self._rebinds = 0
+        self.changes = AttributeChanges(root)
         self._values: ExampleValues | None = None
         self.lazy_attributes: list[TracedAttribute] = []
         self._autocast = _autocast_state()
@@ -117,6 +119,7 @@ class QuantizationTracer(AnsweringTracer):
                 try:
                     graph = self._trace_once(root, plan)
                     self.froze_sizes = plan.freezes_sizes
+                    self.changes.warn(self.leaf_reasons)
                     return graph
                 except _Untraceable as failure:
                     if failure.path:
