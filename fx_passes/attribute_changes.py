@@ -15,9 +15,8 @@ from torch.fx import Node, Proxy
 __all__ = ["AttributeChanges", "written_in_place"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_OPERATORS = {
-    getattr(operator, f"i{n}") for n in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
-}
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OPERATORS = {getattr(operator, f"i{name}") for name in _ARITHMETIC}
 
 
 @dataclass
