@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from fx_passes.errors import CaptureError, InputError
 from lowering.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
+from lowering.model_check import check_model
 from lowering.module import LoweredModule
 from lowering.request import Request
 from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
@@ -144,8 +145,7 @@ def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, A
     from lowering.capture import captured
     from lowering.hierarchy import lower_children
 
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
+    check_model(model)
     sizes = shape_range(model, example_for(model, example_inputs, request.data), *dynamic)
     with _collector_paused():
         try:

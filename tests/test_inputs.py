@@ -8,6 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 from fx_passes.errors import CalibrationError, InputError
+from lowering import lower_to_onnx, lower_to_trt
 from lowering.inputs import CalibrationData, Example, example_for, shape_range
 from lowering.settings import Settings, resolve_settings
 
@@ -148,3 +149,26 @@ def test_settings_from_a_dict():
 def test_bad_settings(settings, message):
     with pytest.raises(InputError, match=message):
         resolve_settings(settings)
+
+
+def meta_buffer() -> nn.Module:
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean = torch.zeros(3, device="meta")
+    return nn.Sequential(norm)
+
+
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        pytest.param(nn.Sequential(nn.Linear(3, 3, device="meta")), "'0.weight' is on the meta device", id="meta"),
+        pytest.param(meta_buffer(), "'0.running_mean' is on the meta device", id="meta-buffer"),
+        pytest.param(nn.Sequential(nn.LazyLinear(3)), "'0.weight' has no shape yet", id="lazy"),
+        pytest.param(torch.jit.trace(nn.Linear(3, 3), torch.zeros(1, 3)), "nn.Module it was scripted", id="jit"),
+        pytest.param(torch.nn.functional.relu, "model is a function", id="function"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_model_that_cannot_be_lowered_is_refused_by_name(model, says, lower):
+    with pytest.raises(InputError, match=says):
+        lower(model, torch.zeros(1, 3), precision="fp32")
