@@ -266,14 +266,39 @@ def test_damage_is_an_error_that_says_what(damage, message, saved, tmp_path):
 
 
 def test_saving_again_keeps_other_files_and_removes_obsolete_ones(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
     lower_to_trt(Net(), IMAGES, precision="fp32").save(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
     assert (tmp_path / "segment_0.engine").exists()
     lower_to_onnx(Net(), IMAGES, precision="fp32").save(tmp_path)
     assert not (tmp_path / "segment_0.engine").exists()
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not list(tmp_path.glob(".saving-*"))
     load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        pytest.param("notes.txt", "mine", "No such file", id="no-manifest"),
+        pytest.param(
+            "manifest.json", '{"name": "a web page"}', "not a manifest of this project", id="another-manifest"
+        ),
+        pytest.param("manifest.json", '{"format": 99}', "format 99", id="newer"),
+    ],
+)
+def test_a_folder_with_other_files_is_not_written_to(name, text, reason, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ArtifactError, match=f"holds files and is no artifact.*{reason}"):
+        lower_to_onnx(Net(), IMAGES, precision="fp32").save(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: text}
+
+
+def test_hidden_files_and_folders_are_no_other_files(tmp_path):
+    (tmp_path / ".gitignore").write_text("*")
+    (tmp_path / ".saving-interrupted").mkdir()
+    (tmp_path / "cpu").mkdir()
+    load(lower_to_onnx(Net(), IMAGES, precision="fp32").save(tmp_path))
+    assert (tmp_path / ".gitignore").read_text() == "*"
 
 
 def test_unwritable_folder(tmp_path):

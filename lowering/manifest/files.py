@@ -71,15 +71,29 @@ def writing(folder: Path) -> Iterator[Writer]:
     """A `Writer` into `folder`, which is made if it is missing.
 
     Raises:
-        ArtifactError: the folder cannot be written.
+        ArtifactError: the folder cannot be written, or holds files and no manifest of this project.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(folder)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as scratch:
             yield Writer(folder, Path(scratch))
     except OSError as error:
         raise ArtifactError(
             f"cannot write to {folder}: {error.strerror or error}", hint="choose another folder, or free some space"
+        ) from error
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Hidden files and folders do not count: no file of an artifact can be in their place."""
+    if all(path.name.startswith(".") or path.is_dir() for path in folder.iterdir()):
+        return
+    try:
+        read_manifest(folder)
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"{folder} holds files and is no artifact that could be replaced: {error.what}",
+            hint="choose an empty or a new folder",
         ) from error
 
 
