@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fx_passes.errors import BackendUnavailableError, InputError
+from fx_passes.frames import failure_reason
 from lowering.images import InputSpec, declared_input
 
 __all__ = ["load_model", "load_weights", "parse_shape"]
@@ -138,7 +139,12 @@ def _from_factory(origin: str, name: str) -> nn.Module:
     except AttributeError as error:
         raise InputError(f"'{origin}' has no '{name}'", hint="name a function that returns the model") from error
     if not isinstance(made, nn.Module) and callable(made):
-        made = made()
+        try:
+            made = made()
+        except Exception as error:  # the user's own code: any error is possible
+            raise InputError(
+                f"'{origin}:{name}' fails: {failure_reason(error)}", hint=f"{name}() has to return the model"
+            ) from error
     if not isinstance(made, nn.Module):
         raise InputError(
             f"'{origin}:{name}' gives {type(made).__name__}, not an nn.Module",

@@ -38,6 +38,12 @@ def model_file(tmp_path):
             def wrong():
                 return 3
 
+            def broken():
+                raise ValueError("no such width")
+
+            def needs(width):
+                return Net()
+
             instance = Net()
             """
         )
@@ -75,6 +81,8 @@ def test_a_model_from_a_module_in_the_working_directory(model_file, monkeypatch)
         ("nowhere.py:make", "does not exist"),
         ("{file}:missing", "has no 'missing'"),
         ("{file}:wrong", "gives int, not an nn.Module"),
+        ("{file}:broken", r"my_net\.py:broken' fails: ValueError: no such width \(my_net\.py:\d+: raise ValueError"),
+        ("{file}:needs", "my_net.py:needs' fails: TypeError: .*width"),
         ("no_such_package.models:make", "no Python module"),
     ],
 )
