@@ -146,7 +146,9 @@ def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, A
     from lowering.hierarchy import lower_children
 
     check_model(model)
-    sizes = shape_range(model, example_for(model, example_inputs, request.data), *dynamic)
+    example = example_for(model, example_inputs, request.data)
+    request.data.check_against(model.forward, example)
+    sizes = shape_range(model, example, *dynamic)
     with _collector_paused():
         try:
             graph = captured(model, sizes, request)

@@ -19,7 +19,7 @@ from fx_passes.copying import copied_inputs
 from fx_passes.errors import CalibrationError, CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph_module import set_submodule
 from fx_passes.quantize.annotation import annotation_of
-from fx_passes.quantize.calibrate import call_with_batch, shown, synchronize
+from fx_passes.quantize.calibrate import call_with_batch, checked, shown, synchronize
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.state import restored_state
 from lowering.arguments import bound_arguments, leaves_of
@@ -137,9 +137,9 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
 
         return observe
 
-    batches = request.batches(sizes.opt)
+    batches, takes = request.batches(sizes.opt), root.forward
     with restored_state(root), torch.no_grad(), replaced_forwards(root, observed):
-        for batch in shown(batches) if request.shows_progress else batches:
+        for batch in checked(shown(batches) if request.shows_progress else batches, takes, sizes.opt.inputs()):
             call_with_batch(root, batch)
     for child in choice.children:
         if child.path not in reached:

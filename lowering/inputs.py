@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fx_passes.copying import copied_inputs
 from fx_passes.errors import CalibrationError, InputError
+from fx_passes.quantize.calibrate import check_batch
 from lowering.images import declared_input
 
 __all__ = ["CalibrationData", "Example", "ShapeRange", "brought_to", "example_for", "shape_range"]
@@ -110,6 +111,11 @@ class CalibrationData:
         self._limit = kept
         self._kept: list[Any] = []
         self._spent = False
+        self._call: tuple[Callable[..., Any], Example] | None = None
+
+    def check_against(self, forward: Callable[..., Any], example: Example) -> None:
+        """From now on, refuse batches that `forward` does not take, or whose dtypes are not the example's."""
+        self._call = forward, example
 
     def __bool__(self) -> bool:
         return self._source is not None
@@ -127,7 +133,11 @@ class CalibrationData:
     def __iter__(self) -> Iterator[Any]:
         if self._source is None:
             return
-        yield from map(copied_inputs, self._passed())
+        for index, batch in enumerate(self._passed()):
+            if self._call is not None:
+                forward, example = self._call
+                check_batch(batch, index, forward, example.inputs())
+            yield copied_inputs(batch)
 
     def _passed(self) -> Iterator[Any]:
         assert self._source is not None

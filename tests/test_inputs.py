@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim
 
+from fx_passes import fuse_fx, prepare_calibration_fx
 from fx_passes.errors import CalibrationError, InputError
+from fx_passes.quantize.calibrate import calibrate
 from lowering import lower_to_onnx, lower_to_trt
 from lowering.inputs import CalibrationData, Example, example_for, shape_range
 from lowering.settings import Settings, resolve_settings
@@ -172,3 +176,57 @@ def meta_buffer() -> nn.Module:
 def test_a_model_that_cannot_be_lowered_is_refused_by_name(model, says, lower):
     with pytest.raises(InputError, match=says):
         lower(model, torch.zeros(1, 3), precision="fp32")
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, image):
+        return self.conv(image)
+
+
+class Branching(Traced):
+    """Its root asks for values and stays Python; its convolution is lowered and calibrated through it."""
+
+    def forward(self, image):
+        y = self.conv(image)
+        return y if y.sum() > 0 else -y
+
+
+IMAGE = torch.rand(1, 3, 8, 8)
+
+
+@pytest.mark.parametrize("make", [Traced, Branching])
+@pytest.mark.parametrize("lower", [lower_to_onnx, lower_to_trt])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        pytest.param(IMAGE.double(), "'image' of calibration batch 1 is torch.float64, and torch.float32", id="dtype"),
+        pytest.param((IMAGE, torch.zeros(1).long()), r"calibration batch 1: .*forward\(image\)", id="labels"),
+        pytest.param({"picture": IMAGE}, r"calibration batch 1: .*forward\(image\)", id="name"),
+    ],
+)
+def test_a_calibration_batch_that_does_not_fit_is_named(make, lower, wrong, says):
+    with pytest.raises(InputError, match=says):
+        lower(make().eval(), IMAGE, calibration=[IMAGE, wrong])
+
+
+def test_calibrate_itself_names_the_batch_that_does_not_fit():
+    prepared = prepare_calibration_fx(fuse_fx(Traced().eval(), IMAGE), IMAGE, target="onnxruntime")
+    with pytest.raises(InputError, match=r"calibration batch 1: .*forward\(image\)"):
+        calibrate(prepared, [IMAGE, (IMAGE, IMAGE)])
+    with pytest.raises(InputError, match=r"batch 0 is torch.float64"):
+        calibrate(prepared, [IMAGE.double()])
+
+
+@pytest.mark.parametrize("make", [Traced, Branching])
+def test_calibration_data_that_is_all_zero_is_warned_of_once(make):
+    zero = torch.zeros_like(IMAGE)
+    with pytest.warns(UserWarning, match="input 'image' is zero in every calibration batch") as caught:
+        lower_to_onnx(make().eval(), IMAGE, calibration=[zero, zero])
+    assert sum("is zero in every" in str(warning.message) for warning in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is zero in every")
+        lower_to_onnx(make().eval(), IMAGE, calibration=[zero, IMAGE])

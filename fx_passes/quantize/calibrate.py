@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.prepare import observers_of
 
-__all__ = ["arguments_of", "calibrate", "call_with_batch", "shown", "synchronize"]
+__all__ = ["arguments_of", "calibrate", "call_with_batch", "check_batch", "checked", "shown", "synchronize"]
 
 
 def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = False) -> int:
@@ -31,7 +34,10 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
     Raises:
         StageError: not a prepared module, or one in train mode.
         CalibrationError: no batches, or NaN or infinity in a value, which is named.
-        InputError: a batch of another type.
+        InputError: a batch of another type, that the module cannot be called with, or of other dtypes than the example.
+
+    Warns:
+        UserWarning: every batch is zero throughout, which gives no range.
     """
     if not isinstance(prepared, GraphModule) or prepared.meta.get("stage") != "prepared":
         raise StageError("only a prepared module can be calibrated", hint="call prepare_calibration_fx first")
@@ -40,9 +46,9 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
             "the prepared module is in train mode, where a BatchNorm or Dropout that was kept gives other values",
             hint="call prepared.eval() before calibrating",
         )
-    count = 0
+    count, example = 0, prepared.meta.get("example_inputs")
     with torch.no_grad():
-        for batch in shown(batches) if progress else batches:
+        for batch in checked(shown(batches) if progress else batches, prepared.forward, example):
             call_with_batch(prepared, batch)
             count += 1
     if not count:
@@ -72,6 +78,70 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"a batch is a {type(batch).__name__}",
         hint="pass tensors, tuples of the model's positional arguments, or dicts of its keyword arguments",
     )
+
+
+def checked(batches: Iterable[Any], forward: Callable[..., Any], example: Any) -> Iterator[Any]:
+    """The batches, each of which fits `forward` and the example; after the last, a warning if all were zero.
+
+    Args:
+        batches: as `calibrate` takes them.
+        forward: what they are given to.
+        example: inputs that `forward` is known to take, or None.
+
+    Raises:
+        InputError: as `check_batch`.
+    """
+    zero: str | None = None
+    alive = False
+    for index, batch in enumerate(batches):
+        given = check_batch(batch, index, forward, example)
+        values = {name: t for name, value in given.items() for t in _tensors(value) if t.is_floating_point()}
+        zero = zero or next(iter(values), None)
+        alive = alive or any(bool(t.any()) for t in values.values())
+        yield batch
+    if zero is not None and not alive:
+        warnings.warn(
+            f"the input '{zero}' is zero in every calibration batch, which gives no range to quantize with; "
+            "pass real data",
+            stacklevel=3,
+        )
+
+
+def check_batch(batch: Any, index: int, forward: Callable[..., Any], example: Any) -> dict[str, Any]:
+    """The arguments of a batch by their names.
+
+    Args:
+        batch, forward, example: as in `checked`.
+        index: number of the batch, for messages.
+
+    Raises:
+        InputError: `forward` does not take these arguments, or an argument has floating point values where the
+            example's has others (also of another width).
+    """
+    signature = inspect.signature(forward)
+    args, kwargs = arguments_of(batch)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise InputError(
+            f"the model cannot be called with calibration batch {index}: {error} (its forward is forward{signature})",
+            hint="pass one value for each argument; for a loader of (images, labels) pass only the images",
+        ) from error
+    if example is None:
+        return given
+    args, kwargs = arguments_of(example)
+    for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+        for theirs, ours in zip(_tensors(value), _tensors(given.get(name)), strict=False):
+            if theirs.dtype != ours.dtype and (theirs.is_floating_point() or ours.is_floating_point()):
+                raise InputError(
+                    f"'{name}' of calibration batch {index} is {ours.dtype}, and {theirs.dtype} in the example inputs",
+                    hint=f"convert the batches: batch.to({theirs.dtype})",
+                )
+    return given
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def synchronize(prepared: GraphModule, group: Any = None) -> None:
