@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from fx_passes.errors import InputError
 from fx_passes.patching import ClassStandIn, recording, replaced_code, replaced_entry, replaced_everywhere
 
-__all__ = ["is_wrapped", "is_wrapped_module", "records", "wrap", "wrapped_calls"]
+__all__ = ["is_wrapped", "is_wrapped_method", "is_wrapped_module", "records", "wrap", "wrapped_calls"]
 
 T = TypeVar("T")
 
@@ -82,6 +82,15 @@ def is_wrapped(target: Any) -> bool:
     if isinstance(target, types.FunctionType):
         return target in _functions or any(_resolve(space, name) is target for (_, name), space in _names.items())
     return id(target) in _builtins
+
+
+def is_wrapped_method(cls: type, name: str) -> bool:
+    """Whether `cls` has a method of this name that is wrapped, by itself or with `cls` or a base of it."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    function = _method(name, vars(owner)[name]) if owner is not None else None
+    if owner is None or function is None:
+        return False
+    return is_wrapped(function) or (is_wrapped(cls) and not _of_torch(owner))
 
 
 def is_wrapped_module(module: nn.Module) -> bool:
@@ -153,10 +162,20 @@ def _methods(cls: type) -> Iterator[types.FunctionType]:
     for known in subclasses:
         found: list[type] = type.__subclasses__(known)
         subclasses += [new for new in found if new not in subclasses]
-    bases = [base for base in cls.__mro__[1:] if not base.__module__.startswith(("torch.", "builtins"))]
+    bases = [base for base in cls.__mro__[1:] if not _of_torch(base)]
     for owner in subclasses + bases:
         for name, value in vars(owner).items():
-            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            hidden = name.startswith("__") and name.endswith("__") and name != "__call__"
-            if isinstance(function, types.FunctionType) and not hidden:
+            function = _method(name, value)
+            if function is not None:
                 yield function
+
+
+def _method(name: str, value: Any) -> types.FunctionType | None:
+    """The function of a class's attribute, if it is a method that a model may call by its name."""
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    hidden = name.startswith("__") and name.endswith("__") and name != "__call__"
+    return function if isinstance(function, types.FunctionType) and not hidden else None
+
+
+def _of_torch(cls: type) -> bool:
+    return cls.__module__.startswith(("torch.", "builtins"))

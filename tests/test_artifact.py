@@ -210,6 +210,55 @@ def test_a_file_names_only_wrapped_class_and_static_methods_of_the_model(change,
         load(tmp_path / "a", model=WrappedOnClasses())
 
 
+@wrap
+class Shift(nn.Module):
+    """A wrapped class: all of its methods are."""
+
+    def forward(self, x):
+        return x
+
+    def method(self, x):
+        return x + 1 if x.sum() > -1e9 else x
+
+    @classmethod
+    def class_method(cls, x):
+        return x + 2 if x.sum() > -1e9 else x
+
+    @staticmethod
+    def static_method(x):
+        return x + 3 if x.sum() > -1e9 else x
+
+
+class Shifted(Net):
+    def __init__(self, called="method"):
+        super().__init__()
+        self.shift, self.called = Shift(), called
+
+    def forward(self, x):
+        return getattr(self.shift, self.called)(self.stem(x))
+
+
+@pytest.mark.parametrize("called", ["method", "class_method", "static_method"])
+def test_methods_of_a_wrapped_class_are_found_on_the_model(called, tmp_path):
+    model = Shifted(called)
+    lower_to_onnx(model, IMAGES, precision="fp32").save(tmp_path / "a")
+    torch.testing.assert_close(load(tmp_path / "a", model=Shifted())(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["register_forward_hook", "load_state_dict", "double"])
+def test_a_file_cannot_call_what_a_wrapped_class_has_from_torch(name, tmp_path):
+    lower_to_onnx(Shifted(), IMAGES, precision="fp32").save(tmp_path / "a")
+
+    def to_torch(manifest):
+        for node in manifest["glue"]:
+            if node["target"] == "method":
+                node["target"] = name
+
+    _edit(tmp_path / "a", to_torch)
+    with pytest.raises(ArtifactError, match="not wrapped"):
+        load(tmp_path / "a", model=Shifted())
+
+
 def test_a_file_cannot_call_a_method_that_is_not_wrapped(tmp_path):
     lower_to_onnx(WrappedMethod(), IMAGES, precision="fp32").save(tmp_path / "a")
 

@@ -22,11 +22,10 @@ from fx_passes.example_values import check_branch
 from fx_passes.ops import OPS
 from fx_passes.structures import make_instance
 from fx_passes.trace_args import check_fixed
-from fx_passes.wrap import is_wrapped
 from lowering.arguments import signature_of
 from lowering.manifest.glue_checks import HELD
 from lowering.manifest.glue_values import is_structure, value_from_plain, value_to_plain
-from lowering.manifest.supplied import class_of, expression_for, find_on_model
+from lowering.manifest.supplied import class_of, expression_for, find_on_model, may_be_called
 from lowering.module import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
@@ -207,13 +206,13 @@ class _Reader:
         owner = self._attributes.get(receiver.get("node", "")) if isinstance(receiver, dict) else None
         if owner is not None:
             # The caller handed this object in; of its methods, those that were wrapped can be called.
-            method = getattr(_attribute(self.glue, owner), name, None)
-            if method is None or not is_wrapped(method):
+            held = _attribute(self.glue, owner)
+            if not may_be_called(held, name):
                 raise ArtifactError(
                     f"the artifact calls the method '{name}' of the model, which is not wrapped",
                     hint="pass the model that was lowered, with the same wrap() calls made",
                 )
-            _check_signature(f"the method '{name}'", method, plain.get("signature"))
+            _check_signature(f"the method '{name}'", getattr(held, name), plain.get("signature"))
         elif name not in _methods():
             raise ArtifactError(f"the artifact calls the method '{name}', which is no tensor operation")
         return name

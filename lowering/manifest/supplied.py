@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from fx_passes.wrap import is_wrapped
+from fx_passes.wrap import is_wrapped, is_wrapped_method
 from lowering.manifest.glue_values import is_structure
 
-__all__ = ["class_of", "expression_for", "find_on_model"]
+__all__ = ["class_of", "expression_for", "find_on_model", "may_be_called"]
 
 _LOCAL = "<locals>"
 
@@ -49,7 +49,8 @@ def find_on_model(model: nn.Module | None, name: str, owner: str | None = None) 
     if owner is not None:
         methods: list[Callable[..., Any]] = []
         for cls in {base: None for kind in types for base in kind.__mro__ if base.__qualname__ == owner}:
-            methods += [found for found in _methods_called(cls, name) if found not in methods]
+            if is_wrapped_method(cls, name) and getattr(cls, name) not in methods:
+                methods.append(getattr(cls, name))
         if methods:
             return methods[0] if len(methods) == 1 else None
     for kind in types:
@@ -59,8 +60,10 @@ def find_on_model(model: nn.Module | None, name: str, owner: str | None = None) 
     return None
 
 
-def _methods_called(cls: type, name: str) -> Iterator[Callable[..., Any]]:
-    """The wrapped function that `cls` has or inherits under this name, a class method bound to `cls`."""
-    found = inspect.getattr_static(cls, name, None)
-    if isinstance(found, classmethod | staticmethod | FunctionType) and is_wrapped(found):
-        yield getattr(cls, name)
+def may_be_called(receiver: Any, name: str) -> bool:
+    """Whether a file may call this method of an object of the caller's: it is wrapped, or its class is."""
+    method = getattr(receiver, name, None)
+    if method is None or is_wrapped(method):
+        return method is not None
+    own = inspect.getattr_static(type(receiver), name, None)
+    return isinstance(method, MethodType) and method.__func__ is own and is_wrapped_method(type(receiver), name)
