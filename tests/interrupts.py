@@ -74,5 +74,6 @@ def build() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with the signal ignored
     {"work": work, "build": build}[sys.argv[1]]()
     print("as it should be")
