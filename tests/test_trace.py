@@ -16,19 +16,12 @@ from capture_models import Asserts
 from equality import same
 from torch import nn
 from torch.ao.quantization import DeQuantStub as TorchDeQuantStub
+from tracing import image, targets
 
 from fx_passes import GraphModuleWithAttr, QuantizationTracer, QuantStub, trace, wrap
 from fx_passes.errors import InputError
 
 torch.set_num_threads(1)
-
-
-def image(n=2, c=3, h=4, w=5, seed=0):
-    return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
-
-
-def targets(gm):
-    return [n.target for n in gm.graph.nodes]
 
 
 # -- the two programs of the first report -----------------------------------------------------------------------------

@@ -7,19 +7,12 @@ import torch
 import torch.nn.functional as F
 from equality import same
 from torch import nn
+from tracing import image, targets
 
 from fx_passes import QuantizationTracer, trace
 from fx_passes.errors import CaptureError, InputError
 
 torch.set_num_threads(1)
-
-
-def image(n=2, c=3, h=4, w=5, seed=0):
-    return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
-
-
-def targets(gm):
-    return [n.target for n in gm.graph.nodes]
 
 
 # -- leaves -----------------------------------------------------------------------------------------------------------

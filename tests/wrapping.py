@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from equality import same
 from torch import nn
+from tracing import image
 
 from fx_passes import trace
 from fx_passes.partition import partition
@@ -14,10 +14,6 @@ from fx_passes.partition import partition
 __all__ = ["WRAPPED", "check", "image", "python_calls"]
 
 WRAPPED = "wrapped by the user"
-
-
-def image(n=2, c=3, h=4, w=5, seed=0):
-    return torch.randn(n, c, h, w, generator=torch.Generator().manual_seed(seed))
 
 
 def python_calls(gm):
