@@ -29,8 +29,8 @@ from benchmarks.photographs import PHOTOGRAPHS, Batches, Crop, calibration_batch
 from benchmarks.results import publish
 from fx_passes import convert_fx, prepare_calibration_fx, prepare_qat_fx
 from fx_passes.quantize.calibrate import calibrate
-from fx_passes.quantize.equalize import equalize_fx
-from fx_passes.quantize.qat import freeze_batch_norm, set_qat_state
+from fx_passes.quantize.channels.equalize import equalize_fx
+from fx_passes.quantize.qat.prepare import freeze_batch_norm, set_qat_state
 from lowering import lower_to_onnx, lower_to_trt
 from lowering.compare import agreement
 

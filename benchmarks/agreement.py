@@ -25,12 +25,12 @@ from benchmarks.photographs import Batches, calibration_batches, held_out_crops
 from benchmarks.program import as_program, converted_graph
 from benchmarks.results import publish
 from fx_passes import fuse_fx
+from fx_passes.quantize.accuracy.structure import strip_quantization
 from fx_passes.quantize.decomposed import is_quantize
-from fx_passes.quantize.structure import strip_quantization
 from lowering import LoweredModule, lower_to_onnx, lower_to_trt
-from lowering.aten import AtenProgram, cast_float_part
 from lowering.compare import sqnr
-from lowering.trt.network import build_network
+from lowering.segment.to_aten import AtenProgram, cast_float_part
+from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.models import CLASSIFIERS, input_of
 from benchmarks.results import publish
 from fx_passes import fuse_fx, prepare_calibration_fx
-from fx_passes.quantize.observer_names import OBSERVERS
 from fx_passes.quantize.prepare import observers_of
+from fx_passes.quantize.ranges.names import OBSERVERS
 
 
 def main() -> None:

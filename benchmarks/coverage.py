@@ -113,7 +113,7 @@ def _died(spec: str, size: int | None, why: str) -> dict[str, Any]:
 
 def _import_all() -> None:
     """What a row needs and imports late."""
-    for name in ("onnxruntime", "onnxscript", "timm", "torch.onnx", "torchvision", "lowering.trt.network"):
+    for name in ("onnxruntime", "onnxscript", "timm", "torch.onnx", "torchvision", "lowering.trt.define.network"):
         importlib.import_module(name)
 
 

@@ -26,18 +26,18 @@ from benchmarks.agreement import NetworkLayers, by_layer
 from benchmarks.models import settle_batch_norm
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.errors import LoweringError
-from fx_passes.quantize.structure import strip_quantization
-from lowering.aten import AtenProgram, cast_float_part
+from fx_passes.quantize.accuracy.structure import strip_quantization
+from lowering.command.loading import load_model
 from lowering.compare import sqnr
-from lowering.images import InputSpec
-from lowering.inputs import Example, ShapeRange
-from lowering.loading import load_model
 from lowering.onnx.export import export_onnx
-from lowering.segments import Segmented, segmented
-from lowering.settings import resolve_settings
+from lowering.request.images import InputSpec
+from lowering.request.inputs import Example, ShapeRange
+from lowering.request.settings import resolve_settings
+from lowering.segment.segments import Segmented, segmented
+from lowering.segment.to_aten import AtenProgram, cast_float_part
 from lowering.trt.backend import TensorRTBackend
-from lowering.trt.build import build_engine
-from lowering.trt.network import build_network
+from lowering.trt.build.build import build_engine
+from lowering.trt.define.network import build_network
 from lowering.trt.reference import ReferenceNetwork, read_network
 from lowering.trt.reference.parser import network_from_onnx
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowering.images import IMAGENET_MEAN, IMAGENET_STD, InputSpec, declared_input
+from lowering.request.images import IMAGENET_MEAN, IMAGENET_STD, InputSpec, declared_input
 
 __all__ = [
     "CLASSIFIERS",

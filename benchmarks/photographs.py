@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowering.images import InputSpec
+from lowering.request.images import InputSpec
 
 if TYPE_CHECKING:
     from PIL.Image import Image

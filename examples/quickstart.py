@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.photographs import PHOTOGRAPHS, calibration_batches, held_out_crops
 from lowering import LoweredModule, lower_to_onnx, lower_to_trt
-from lowering.report import Lowering, ReportTable, placement_drawing, write_report
+from lowering.command.report import Lowering, ReportTable, placement_drawing, write_report
 from lowering.timing import measure_interleaved
 
 MODELS = {"resnet50": models.resnet50, "efficientnet_lite0": models.efficientnet_lite0}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fx_passes import convert_fx, prepare_qat_fx
-from fx_passes.quantize.qat import freeze_batch_norm, freeze_ranges, set_qat_state
+from fx_passes.quantize.qat.prepare import freeze_batch_norm, freeze_ranges, set_qat_state
 from lowering import lower_to_onnx
 
 

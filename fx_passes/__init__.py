@@ -11,25 +11,25 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "trace": "fx_passes.trace",
-    "QuantizationTracer": "fx_passes.tracer",
-    "wrap": "fx_passes.wrap",
-    "GraphModuleWithAttr": "fx_passes.graph_module",
-    "QuantStub": "fx_passes.stubs",
-    "DeQuantStub": "fx_passes.stubs",
-    "functionalize": "fx_passes.functional",
-    "fuse_fx": "fx_passes.fuse",
+    "trace": "fx_passes.capture.trace",
+    "QuantizationTracer": "fx_passes.capture.tracer",
+    "wrap": "fx_passes.capture.wrap",
+    "GraphModuleWithAttr": "fx_passes.graph.module",
+    "QuantStub": "fx_passes.capture.stubs",
+    "DeQuantStub": "fx_passes.capture.stubs",
+    "functionalize": "fx_passes.functional.functional",
+    "fuse_fx": "fx_passes.fuse.fuse",
     "prepare_calibration_fx": "fx_passes.quantize.prepare",
     "prepare_qat_fx": "fx_passes.quantize.prepare",
     "convert_fx": "fx_passes.quantize.convert",
-    "sensitivity": "fx_passes.quantize.sensitivity",
-    "search_mixed_precision": "fx_passes.quantize.mixed",
-    "equalize_fx": "fx_passes.quantize.equalize",
+    "sensitivity": "fx_passes.quantize.accuracy.sensitivity",
+    "search_mixed_precision": "fx_passes.quantize.accuracy.mixed",
+    "equalize_fx": "fx_passes.quantize.channels.equalize",
     "QConfig": "fx_passes.quantize.qconfig",
-    "propagate_shapes": "fx_passes.shapes",
-    "estimate_cost": "fx_passes.cost",
-    "profile_nodes": "fx_passes.profile",
-    "draw": "fx_passes.draw",
+    "propagate_shapes": "fx_passes.analysis.shapes",
+    "estimate_cost": "fx_passes.analysis.cost",
+    "profile_nodes": "fx_passes.analysis.profile",
+    "draw": "fx_passes.analysis.draw",
     "autocast_fx": "fx_passes.amp",
 }
 
@@ -58,23 +58,23 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fx_passes.amp import autocast_fx
-    from fx_passes.cost import estimate_cost
-    from fx_passes.draw import draw
-    from fx_passes.functional import functionalize
-    from fx_passes.fuse import fuse_fx
-    from fx_passes.graph_module import GraphModuleWithAttr
-    from fx_passes.profile import profile_nodes
+    from fx_passes.analysis.cost import estimate_cost
+    from fx_passes.analysis.draw import draw
+    from fx_passes.analysis.profile import profile_nodes
+    from fx_passes.analysis.shapes import propagate_shapes
+    from fx_passes.capture.stubs import DeQuantStub, QuantStub
+    from fx_passes.capture.trace import trace
+    from fx_passes.capture.tracer import QuantizationTracer
+    from fx_passes.capture.wrap import wrap
+    from fx_passes.functional.functional import functionalize
+    from fx_passes.fuse.fuse import fuse_fx
+    from fx_passes.graph.module import GraphModuleWithAttr
+    from fx_passes.quantize.accuracy.mixed import search_mixed_precision
+    from fx_passes.quantize.accuracy.sensitivity import sensitivity
+    from fx_passes.quantize.channels.equalize import equalize_fx
     from fx_passes.quantize.convert import convert_fx
-    from fx_passes.quantize.equalize import equalize_fx
-    from fx_passes.quantize.mixed import search_mixed_precision
     from fx_passes.quantize.prepare import prepare_calibration_fx, prepare_qat_fx
     from fx_passes.quantize.qconfig import QConfig
-    from fx_passes.quantize.sensitivity import sensitivity
-    from fx_passes.shapes import propagate_shapes
-    from fx_passes.stubs import DeQuantStub, QuantStub
-    from fx_passes.trace import trace
-    from fx_passes.tracer import QuantizationTracer
-    from fx_passes.wrap import wrap
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from fx_passes.errors import InputError, StageError
-from fx_passes.node_meta import inherit_meta
+from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import Op, Role, is_inplace, module_of, op_of
 
 __all__ = ["Host", "autocast_fx", "autocast_graph"]
@@ -44,7 +44,7 @@ def autocast_fx(gm: GraphModule, dtype: torch.dtype = torch.float16, keep: Itera
         InputError: another dtype, or a name in `keep` that matches no node.
         StageError: the graph's dtypes are not known.
     """
-    from fx_passes.graph_module import copy_graph_module, delete_unused
+    from fx_passes.graph.module import copy_graph_module, delete_unused
 
     for node in gm.graph.nodes:
         if is_inplace(node, gm):
@@ -70,7 +70,7 @@ def _with_values(gm: GraphModule) -> GraphModule:
             "the dtypes of this graph are not known",
             hint="call propagate_shapes(gm, *example_inputs) before autocast_fx",
         )
-    from fx_passes.shapes import propagate_shapes
+    from fx_passes.analysis.shapes import propagate_shapes
 
     return propagate_shapes(gm, *example)
 
@@ -102,7 +102,7 @@ class _Value:
 
 
 def autocast_graph(old: Graph, dtype: torch.dtype, keep: Iterable[str], host: Host) -> Graph:
-    """The rewrite behind `autocast_fx` and `lowering.aten.cast_float_part`: a new graph from one with known dtypes."""
+    """The rewrite behind `autocast_fx` and `lowering`'s `cast_float_part`: a new graph from one with known dtypes."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise InputError(f"autocast to {dtype}", hint="torch.float16 or torch.bfloat16")
     return _Rewriter(old, dtype, _kept(old, list(keep)), host).run()
@@ -362,7 +362,7 @@ class _FxHost:
         return value.detach()
 
     def put_constant(self, graph: Graph, node: Node, value: Tensor | None) -> Node:
-        from fx_passes.graph_module import set_buffer
+        from fx_passes.graph.module import set_buffer
 
         target = str(node.target)
         if value is not None:
@@ -377,7 +377,7 @@ class _FxHost:
         return graph.call_method("to", (node, dtype))
 
     def lower_module(self, node: Node) -> str:
-        from fx_passes.graph_module import set_submodule
+        from fx_passes.graph.module import set_submodule
 
         path = str(node.target)
         if path not in self._lowered_modules:

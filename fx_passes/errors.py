@@ -35,7 +35,7 @@ class LoweringError(Exception):
         self.what, self.node, self.hint = what, node, hint
         message = what
         if node is not None:
-            from fx_passes.node_meta import describe
+            from fx_passes.graph.node_meta import describe
 
             message += f"\n  at: {describe(node)}"
         if hint:

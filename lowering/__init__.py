@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowering.api import lower_to_onnx, lower_to_trt
-    from lowering.artifact import load
+    from lowering.artifact.folder import load, merge
     from lowering.module import LoweredModule
-    from lowering.settings import Settings
+    from lowering.placement.search import PlacementSearch
+    from lowering.request.settings import Settings
 
-__all__ = ["LoweredModule", "Settings", "load", "lower_to_onnx", "lower_to_trt"]
+__all__ = ["LoweredModule", "PlacementSearch", "Settings", "load", "lower_to_onnx", "lower_to_trt", "merge"]
 
 _HOME = {
     "LoweredModule": "lowering.module",
-    "Settings": "lowering.settings",
-    "load": "lowering.artifact",
+    "PlacementSearch": "lowering.placement.search",
+    "Settings": "lowering.request.settings",
+    "load": "lowering.artifact.folder",
     "lower_to_onnx": "lowering.api",
     "lower_to_trt": "lowering.api",
+    "merge": "lowering.artifact.folder",
 }
 
 

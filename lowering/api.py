@@ -13,15 +13,15 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fx_passes.errors import CaptureError, InputError
-from lowering.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
-from lowering.model_check import check_model
 from lowering.module import LoweredModule
-from lowering.request import Request
-from lowering.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
+from lowering.request.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
+from lowering.request.model_check import check_model
+from lowering.request.request import Request
+from lowering.request.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve_settings
 
 if TYPE_CHECKING:
     from fx_passes.quantize.qconfig import QConfig
-    from lowering.search import PlacementSearch
+    from lowering.placement.search import PlacementSearch
 
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
@@ -61,8 +61,8 @@ def lower_to_trt(
         qconfig: with "int8" and "auto", what to quantize otherwise, and where: a `QConfig`, its dict, or the path of a
             TOML or JSON file. None: what the target wants.
         placement: "default" quantizes what the target's rules say, "auto" what lowers the roofline floor of a GPU and
-            keeps the outputs' accuracy, found by building some engines. A `lowering.search.PlacementSearch` names the
-            GPU and the limits.
+            keeps the outputs' accuracy, found by building some engines. A `lowering.PlacementSearch` names the GPU and
+            the limits.
         settings: a `lowering.Settings` or a dict of its fields.
         dry_run: capture, quantize, partition and check every operator, but build nothing. The module that comes back
             has its `summary()` and `report()`, without engines; calling it raises.
@@ -143,7 +143,7 @@ def lower_to_onnx(
 def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, Any], request: Request) -> LoweredModule:
     """The pipeline shared by all backends, which differ in placement target, in what they take and what they build."""
     from lowering.capture import captured
-    from lowering.hierarchy import lower_children
+    from lowering.children.lower import lower_children
 
     check_model(model)
     example = example_for(model, example_inputs, request.data)
@@ -164,9 +164,9 @@ def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, A
 def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, request: Request) -> LoweredModule:
     """The model is one graph: its segments, the Python between them, and what can be lowered inside that Python."""
     from lowering.backend import built_segments
+    from lowering.children.lower import lower_leaves
     from lowering.children.lowered import WithChildren
-    from lowering.hierarchy import lower_leaves
-    from lowering.segments import segmented
+    from lowering.segment.segments import segmented
     from lowering.summary import details_of
 
     parts = segmented(graph, sizes, request.settings, request.backend.unsupported, request.data)
@@ -215,12 +215,10 @@ def _search(placement: str | PlacementSearch, precision: str, target: str, build
     """What to search for; None for the target's own placement."""
     if placement == "default":
         return None
-    from lowering.search import PlacementSearch
+    from lowering.placement.search import PlacementSearch
 
     if placement != "auto" and not isinstance(placement, PlacementSearch):
-        raise InputError(
-            f"placement is {placement!r}", hint='use "default", "auto" or a lowering.search.PlacementSearch'
-        )
+        raise InputError(f"placement is {placement!r}", hint='use "default", "auto" or a lowering.PlacementSearch')
     for wrong, why in (
         (precision not in ("int8", "auto"), f"precision={precision!r} places nothing in int8"),
         (target != "tensorrt-rtx", f"the search reads listings of TensorRT-RTX, and the target is {target!r}"),

@@ -12,9 +12,9 @@ from lowering.module import Segment, SegmentInfo
 from lowering.summary import op_rows, precision_text
 
 if TYPE_CHECKING:
-    from lowering.aten import AtenProgram
-    from lowering.request import Request
-    from lowering.segments import Segmented
+    from lowering.request.request import Request
+    from lowering.segment.segments import Segmented
+    from lowering.segment.to_aten import AtenProgram
 
 __all__ = ["Backend", "Unbuilt", "built_segments", "graph_of", "install", "segment_info"]
 

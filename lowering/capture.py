@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from fx_passes.errors import InputError, StageError
 
 if TYPE_CHECKING:
-    from lowering.inputs import ShapeRange
-    from lowering.request import Request
+    from lowering.request.inputs import ShapeRange
+    from lowering.request.request import Request
 
 __all__ = ["captured", "warn_of_few"]
 
@@ -29,8 +29,8 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
         CalibrationError: there is nothing to calibrate on, or a tensor's values give no range.
     """
     from fx_passes import fuse_fx, prepare_calibration_fx
+    from fx_passes.capture.state import restored_state
     from fx_passes.quantize.calibrate import calibrate
-    from fx_passes.state import restored_state
 
     data, target, qconfig = request.data, request.backend.target, request.qconfig
     if qconfig is not None and not request.quantizes:
@@ -55,7 +55,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
     if not request.quantizes:
         return fused
     if request.search is not None:
-        from lowering.search import widened
+        from lowering.placement.search import widened
 
         fused, qconfig = widened(fused, qconfig)
     prepared = prepare_calibration_fx(fused, inputs, target=target, qconfig=qconfig)
@@ -72,7 +72,7 @@ def _converted(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Gr
 
     if request.search is None:
         return convert_fx(prepared, request.batches(sizes.opt), progress=request.shows_progress)
-    from lowering.search import searched
+    from lowering.placement.search import searched
 
     return searched(prepared, sizes, request)
 

@@ -113,7 +113,7 @@ def compare(
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:
-    from lowering.inputs import Example
+    from lowering.request.inputs import Example
 
     example = Example.of(batch)
     return run(*example.args, **example.kwargs)

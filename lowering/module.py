@@ -17,8 +17,8 @@ from lowering.children.lowered import LoweredChild, WithChildren
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lowering.aten import WriteBack
-    from lowering.segments import Fallback
+    from lowering.segment.segments import Fallback
+    from lowering.segment.to_aten import WriteBack
 
 __all__ = ["LoweredModule", "OpRow", "Segment", "SegmentInfo"]
 
@@ -226,7 +226,7 @@ class LoweredModule(nn.Module):
         Raises:
             ArtifactError: the folder cannot be written, or holds something that is no artifact.
         """
-        from lowering.artifact import save
+        from lowering.artifact.folder import save
 
         return save(self, folder, include_network=include_network)
 

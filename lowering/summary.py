@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from fx_passes.node_meta import source_line
+from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import is_size
 from lowering.module import LoweredModule, OpRow, SegmentInfo
-from lowering.roofline import engine_floor, gpu_named, representative_gpu
+from lowering.placement.roofline import engine_floor, gpu_named, representative_gpu
 
 if TYPE_CHECKING:
-    from lowering.request import Request
-    from lowering.settings import Settings
+    from lowering.request.request import Request
+    from lowering.request.settings import Settings
 
 __all__ = ["details_of", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
 
@@ -98,7 +98,7 @@ def summary_text(lowered: LoweredModule) -> str:
         *_capture_lines(details.get("capture", _SYMBOLIC)),
     ]
     if details.get("placement"):
-        from lowering.search import placement_text
+        from lowering.placement.search import placement_text
 
         lines += placement_text(details["placement"], details["settings"]["float_type"])
     for segment in lowered.segments:

@@ -15,7 +15,7 @@ from lowering.trt.reference.report import CONFIRMED, collect, page
 def emitted_uses() -> tuple[int, set[Use]]:
     """How many cases there are, and every use in their networks."""
     count, found = 0, set()
-    for path in sorted(Path(__file__).parent.glob("test_trt_*.py")):
+    for path in sorted((Path(__file__).parent / "trt").glob("test_trt_*.py")):
         for case in getattr(importlib.import_module(path.stem), "CASES", ()):
             if isinstance(case, Case):
                 network = lower(case.program, *case.inputs, dynamic=case.dynamic)

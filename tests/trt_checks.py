@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowering.aten import AtenProgram, TensorSpec, to_aten
-from lowering.trt.build import build_engine
-from lowering.trt.network import Network, build_network
+from lowering.segment.to_aten import AtenProgram, TensorSpec, to_aten
+from lowering.trt.build.build import build_engine
+from lowering.trt.define.network import Network, build_network
 from lowering.trt.reference import read_network
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

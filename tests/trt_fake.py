@@ -147,7 +147,7 @@ class FakeEngine:
 
 
 def fake_module(engine: FakeEngine, data: bytes) -> type:
-    """What `lowering.trt.runtime` uses of the package; only `data` can be deserialized."""
+    """What `lowering.trt.run.runtime` uses of the package; only `data` can be deserialized."""
 
     class Runtime:
         def __init__(self, logger: Any):

@@ -9,7 +9,7 @@ from torch import nn
 from tracing import image
 
 from fx_passes import trace
-from fx_passes.partition import partition
+from fx_passes.partition.partition import partition
 
 __all__ = ["WRAPPED", "check", "image", "python_calls"]
 

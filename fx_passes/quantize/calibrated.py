@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from fx_passes.errors import StageError
-from fx_passes.graph_module import copy_graph_module
+from fx_passes.graph.module import copy_graph_module
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
+from fx_passes.quantize.channels.smooth import smooth
 from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
 from fx_passes.quantize.scheme import affine_qparams, target_scheme
-from fx_passes.quantize.smooth import smooth
 
 __all__ = ["Found", "float_reference", "leave_float", "rounded_to_nearest", "without_observers"]
 

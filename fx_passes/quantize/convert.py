@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes.effects import has_effects
 from fx_passes.errors import QuantizationError, StageError
-from fx_passes.graph_module import copy_graph_module, delete_unused, set_buffer, set_submodule
-from fx_passes.node_meta import inherit_meta
+from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer, set_submodule
+from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import op_of
+from fx_passes.ops.effects import has_effects
 from fx_passes.quantize.annotation import annotation_of, quantized_values
 from fx_passes.quantize.calibrated import Found, without_observers
-from fx_passes.quantize.channels import bias_shift, keeps_channels, keeps_mean
+from fx_passes.quantize.channels.bias import bias_shift, keeps_channels, keeps_mean
 from fx_passes.quantize.decomposed import decomposed, is_dequantize
 from fx_passes.quantize.insertion import insertion_point
-from fx_passes.quantize.layer import Layer, layer_of
-from fx_passes.quantize.learned_rounding import RoundedLayer, learn_rounding
-from fx_passes.quantize.pairs import highest_integers
 from fx_passes.quantize.scheme import QuantScheme, TargetScheme, target_scheme
-from fx_passes.quantize.weights import LayerScale, dequantize_weight, integer_bias, quantize_weight
+from fx_passes.quantize.weights.layer import Layer, layer_of
+from fx_passes.quantize.weights.rounding import RoundedLayer, learn_rounding
+from fx_passes.quantize.weights.saturation import highest_integers
+from fx_passes.quantize.weights.scales import LayerScale, dequantize_weight, integer_bias, quantize_weight
 
 __all__ = ["convert_fx"]
 
@@ -65,7 +65,7 @@ def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, p
     if stage == "prepared":
         gm, found = without_observers(prepared)
     elif stage == "prepared_qat":
-        from fx_passes.quantize.qat_convert import without_fake_quantization
+        from fx_passes.quantize.qat.convert import without_fake_quantization
 
         gm, found = without_fake_quantization(prepared)
     else:

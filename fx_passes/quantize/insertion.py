@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from fx_passes.graph_module import set_submodule
-from fx_passes.node_meta import inherit_meta
+from fx_passes.graph.module import set_submodule
+from fx_passes.graph.node_meta import inherit_meta
 
 __all__ = ["insert_module", "insertion_point", "record_example"]
 

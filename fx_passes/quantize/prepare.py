@@ -9,20 +9,20 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fx_passes.attention_parts import write_out_attention
 from fx_passes.errors import InputError, StageError
+from fx_passes.fuse.attention import write_out_attention
 from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import quantized_values
-from fx_passes.quantize.channels import channel_axes
-from fx_passes.quantize.equalize import equalize_fx
+from fx_passes.quantize.channels.bias import channel_axes
+from fx_passes.quantize.channels.equalize import equalize_fx
+from fx_passes.quantize.channels.smooth import smoothed_values
 from fx_passes.quantize.insertion import insert_module, record_example
-from fx_passes.quantize.observer_names import observer_for
-from fx_passes.quantize.observers import Observer
-from fx_passes.quantize.placement import annotate
-from fx_passes.quantize.qat import prepare_qat_fx
+from fx_passes.quantize.place.annotate import annotate
+from fx_passes.quantize.qat.prepare import prepare_qat_fx
 from fx_passes.quantize.qconfig import QConfig
+from fx_passes.quantize.ranges.names import observer_for
+from fx_passes.quantize.ranges.observers import Observer
 from fx_passes.quantize.scheme import target_scheme
-from fx_passes.quantize.smooth import smoothed_values
 
 __all__ = [
     "OBSERVER_PREFIX",
@@ -113,7 +113,7 @@ def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
 
 def fused_float(model: nn.Module, example_inputs: Any = None) -> GraphModule:
     """The fused eval graph of `model`, whatever float stage it is at; example inputs as for `trace`."""
-    from fx_passes.fuse import fuse_fx
+    from fx_passes.fuse.fuse import fuse_fx
 
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")

@@ -33,11 +33,11 @@ class LayerConfig:
         bias_correction: let the bias take back what rounding the weight does to the layer's mean output, as seen in
             calibration. Not in quantization-aware training, which learns to.
         equalize: even out the channels' ranges between this layer and its neighbours that ask for it too (see
-            `fx_passes.quantize.equalize`).
+            `fx_passes.quantize.channels.equalize`).
         smooth: of a linear layer, how much of the difference between its input's channels moves into the weight, 0 to
-            1 (see `fx_passes.quantize.smooth`); None for nothing.
+            1 (see `fx_passes.quantize.channels.smooth`); None for nothing.
         rounding: of the weight: "nearest", or "learned" from calibration batches (see
-            `fx_passes.quantize.learned_rounding`), which `convert_fx` then needs.
+            `fx_passes.quantize.weights.rounding`), which `convert_fx` then needs.
         origin: the key that decided, for messages.
     """
 
@@ -216,7 +216,7 @@ def _checked(key: Any, value: Any) -> dict[str, Any] | None:
 
 
 def _check_observer(key: Any, wish: Any) -> None:
-    from fx_passes.quantize.observer_names import OBSERVERS
+    from fx_passes.quantize.ranges.names import OBSERVERS
 
     name, colon, number = str(wish).partition(":")
     known = wish is None or (name in OBSERVERS and (not colon or (name == "percentile" and _is_number(number))))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fx_passes.copying import copied_inputs
-from lowering.arguments import bound_arguments, leaves_of
-from lowering.flop_counter import FlopCounter
-from lowering.inputs import Example
+from fx_passes.graph.copies import copied_inputs
+from lowering.request.arguments import bound_arguments, leaves_of
+from lowering.request.inputs import Example
+from lowering.segment.flop_counter import FlopCounter
 
 __all__ = ["Call", "Opaque", "Shape", "record_calls", "replaced_forwards"]
 

@@ -14,16 +14,16 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from fx_passes import fuse_fx, trace
-from fx_passes.copying import eval_copy
+from fx_passes.capture.state import restored_state
+from fx_passes.capture.wrap import is_wrapped_module
 from fx_passes.errors import CaptureError, LoweringError
+from fx_passes.graph.copies import eval_copy
 from fx_passes.ops import OPS, Role
-from fx_passes.state import restored_state
-from fx_passes.wrap import is_wrapped_module
-from lowering.arguments import as_example, signature_of
 from lowering.children.calls import Call, Opaque, Shape, record_calls
 from lowering.children.lowered import Accepts, TensorRange
-from lowering.inputs import Example, ShapeRange, brought_to
-from lowering.probes import HEADROOM, alike, of_other_sizes
+from lowering.request.arguments import as_example, signature_of
+from lowering.request.inputs import Example, ShapeRange, brought_to
+from lowering.request.probes import HEADROOM, alike, of_other_sizes
 
 __all__ = ["Child", "Choice", "choose", "computes"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fx_passes.copying import eval_copy
 from fx_passes.errors import ArtifactError
-from lowering.arguments import bound_arguments, leaves_of, signature_of
+from fx_passes.graph.copies import eval_copy
+from lowering.request.arguments import bound_arguments, leaves_of, signature_of
 
 __all__ = ["Accepts", "LoweredChild", "TensorRange", "WithChildren", "own_copy"]
 

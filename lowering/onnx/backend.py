@@ -11,17 +11,17 @@ from torch.fx import Node
 from fx_passes.errors import ExportError
 from lowering.backend import install, segment_info
 from lowering.module import SegmentInfo
-from lowering.settings import FLOAT_TYPES, Settings
+from lowering.request.settings import FLOAT_TYPES, Settings
+from lowering.segment.twin import float_twin
 from lowering.summary import precision_text
 from lowering.timing import measure_interleaved
-from lowering.twin import float_twin
 
 if TYPE_CHECKING:
-    from lowering.aten import AtenProgram
     from lowering.onnx.expected import Expected
     from lowering.onnx.files import OnnxFile
     from lowering.onnx.model import OnnxModel
-    from lowering.segments import Segmented
+    from lowering.segment.segments import Segmented
+    from lowering.segment.to_aten import AtenProgram
 
 __all__ = ["OnnxBackend"]
 
@@ -98,8 +98,8 @@ class OnnxBackend:
         return info
 
     def _export(self, program: AtenProgram, name: str) -> OnnxFile:
-        from lowering.aten import cast_float_part
         from lowering.onnx.files import exported_file
+        from lowering.segment.to_aten import cast_float_part
 
         dtype = FLOAT_TYPES[self.settings.float_type or "fp32"]
         return exported_file(cast_float_part(program, dtype) if dtype != torch.float32 else program, name)

@@ -20,16 +20,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.errors import ArtifactError, ExportError
-from fx_passes.node_meta import source_line
-from lowering.normal_form.state import output_specs
+from fx_passes.graph.node_meta import source_line
 from lowering.onnx.legalize import check_translations, legalize
+from lowering.segment.normal_form.state import output_specs
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
     from torch.export import ExportedProgram
 
-    from lowering.aten import AtenProgram
+    from lowering.segment.to_aten import AtenProgram
 
 __all__ = ["export_onnx"]
 
@@ -73,7 +73,7 @@ def _half_meets_quantization(program: AtenProgram) -> bool:
 
 
 def _run_exporter(program: AtenProgram, opset: int) -> onnx_ir.Model:
-    from fx_passes.quiet import quiet_torch
+    from fx_passes.capture.quiet import quiet_torch
     from lowering.onnx.rewrites import canonicalize
 
     check_translations(program.graph)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.errors import ExportError
-from lowering.normal_form.edit import arguments, inline, is_static, shape_of
+from lowering.segment.normal_form.edit import arguments, inline, is_static, shape_of
 
 __all__ = ["check_translations", "legalize"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
-from lowering.aten import TensorSpec
-from lowering.manifest.specs import checked
+from lowering.artifact.schema import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
+from lowering.segment.to_aten import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -13,16 +13,16 @@ from torch.fx import Node
 from fx_passes.errors import UnsupportedOpError
 from lowering.backend import install, segment_info
 from lowering.module import SegmentInfo
-from lowering.settings import FLOAT_TYPES, Settings
+from lowering.request.settings import FLOAT_TYPES, Settings
+from lowering.segment.twin import float_twin, is_quantized
 from lowering.summary import precision_text
-from lowering.twin import float_twin, is_quantized
 
 if TYPE_CHECKING:
-    from lowering.aten import AtenProgram
-    from lowering.segments import Segmented
-    from lowering.trt.build import Engine
-    from lowering.trt.layers import LayerReport
-    from lowering.trt.network import Network
+    from lowering.segment.segments import Segmented
+    from lowering.segment.to_aten import AtenProgram
+    from lowering.trt.build.build import Engine
+    from lowering.trt.build.layers import LayerReport
+    from lowering.trt.define.network import Network
     from lowering.trt.reference import ReferenceNetwork
 
 __all__ = ["TensorRTBackend"]
@@ -46,7 +46,7 @@ class TensorRTBackend:
 
     def __init__(self, precision: str, compute_capabilities: Iterable[str | float] | str | None, settings: Settings):
         from lowering.trt import bindings
-        from lowering.trt.capabilities import resolve_capabilities
+        from lowering.trt.build.capabilities import resolve_capabilities
 
         self.precision, self.settings = precision, settings
         self.flavour = bindings.flavour()
@@ -57,7 +57,7 @@ class TensorRTBackend:
 
     def unsupported(self, name: str, program: AtenProgram) -> dict[Node, str]:
         """The nodes that no converter takes. The network is defined for real; `lower` builds it if none is refused."""
-        from lowering.trt.network import supports
+        from lowering.trt.define.network import supports
 
         if readers := _readers_of_foreign_inputs(program):
             return readers
@@ -70,7 +70,7 @@ class TensorRTBackend:
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Build one segment's engine; with "auto" the all-float one too, to keep the one that moves fewer bytes."""
-        from lowering.trt.engine import TrtEngine
+        from lowering.trt.run.engine import TrtEngine
 
         engine, reference = self._build(program, name)
         quantized = self.precision in ("int8", "auto") and is_quantized(program)
@@ -97,8 +97,8 @@ class TensorRTBackend:
 
     def listing(self, name: str, program: AtenProgram) -> LayerReport:
         """The kernels of a program's engine, static at its opt shapes."""
-        from lowering.trt.build import build_engine
-        from lowering.trt.network import build_network
+        from lowering.trt.build.build import build_engine
+        from lowering.trt.define.network import build_network
 
         network = self._define(program, name)
         if network.profiles:
@@ -122,20 +122,20 @@ class TensorRTBackend:
         return self._engine(network, reference), reference
 
     def _engine(self, network: Network, reference: ReferenceNetwork | None = None) -> Engine:
-        from lowering.trt.build import build_engine
+        from lowering.trt.build.build import build_engine
 
         return build_engine(
             network, compute_capabilities=self.capabilities, settings=self.settings, reference=reference
         )
 
     def _define(self, program: AtenProgram, name: str) -> Network:
-        from lowering.trt.network import build_network
+        from lowering.trt.define.network import build_network
 
         return build_network(self._cast(program), name=name)
 
     def _cast(self, program: AtenProgram) -> AtenProgram:
-        from lowering.aten import cast_float_part
-        from lowering.trt.whole_products import keep_products_whole
+        from lowering.segment.to_aten import cast_float_part
+        from lowering.trt.define.whole_products import keep_products_whole
 
         dtype = FLOAT_TYPES[self.settings.float_type or "fp16"]
         program = program if dtype == torch.float32 else cast_float_part(program, dtype)
@@ -150,7 +150,7 @@ def _made_here(network: Network, program: AtenProgram) -> list[torch.Tensor]:
 
 def _readers_of_foreign_inputs(program: AtenProgram) -> dict[Node, str]:
     """The nodes that read an input whose type or rank TensorRT does not have."""
-    from lowering.trt.nodes import foreign
+    from lowering.trt.define.nodes import foreign
 
     found: dict[Node, str] = {}
     for node in program.input_nodes():

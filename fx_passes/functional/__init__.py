@@ -1,0 +1,1 @@
+"""Graphs without in-place operations."""

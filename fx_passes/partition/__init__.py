@@ -1,0 +1,1 @@
+"""Tensor programs between Python calls."""

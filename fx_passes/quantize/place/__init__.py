@@ -1,0 +1,1 @@
+"""Where quantization goes, for each target, as data with reasons."""

@@ -1,0 +1,1 @@
+"""The range of a value: observed, from a histogram, or trained."""

@@ -1,0 +1,96 @@
+"""Input specs in a manifest, read back with every type checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fx_passes.errors import ArtifactError
+from lowering.segment.to_aten import TensorSpec
+
+__all__ = ["checked", "dtype_from_plain", "lists", "shape_from_plain", "spec_from_plain", "spec_to_plain"]
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+_LARGEST = 2**63 - 1  # sizes are 64-bit integers wherever they go
+
+
+def spec_to_plain(spec: TensorSpec) -> dict[str, Any]:
+    """Plain data for a manifest."""
+    return lists({**asdict(spec), "dtype": str(spec.dtype).removeprefix("torch.")})
+
+
+def lists(value: Any) -> Any:
+    """`value` as JSON gives it back: tuples as lists."""
+    if isinstance(value, dict):
+        return {key: lists(item) for key, item in value.items()}
+    return [lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def spec_from_plain(plain: Any) -> TensorSpec:
+    """The spec that `spec_to_plain` wrote.
+
+    Raises:
+        ArtifactError: it is none.
+    """
+    checked(plain, dict, "an input")
+    name = checked(plain.get("name"), str, "the name of an input")
+    dtype = dtype_from_plain(plain.get("dtype"), name)
+    sizes = {key: shape_from_plain(plain.get(key), name) for key in ("min", "opt", "max")}
+    if len({len(shape) for shape in sizes.values()}) != 1:
+        raise ArtifactError(f"input '{name}' has min, opt and max sizes of different ranks")
+    symbols = plain.get("symbols")
+    if symbols is not None:
+        symbols = tuple(checked(s, str | None, f"a dimension of '{name}'") for s in checked(symbols, list, "symbols"))
+    profiles = tuple(
+        tuple(shape_from_plain(shape, name) for shape in checked(profile, list, f"a profile of '{name}'"))
+        for profile in checked(plain.get("profiles", []), list, f"the profiles of '{name}'")
+    )
+    if any([len(shape) for shape in profile] != [len(sizes["opt"])] * 3 for profile in profiles):
+        raise ArtifactError(f"a profile of input '{name}' is not three shapes of its rank")
+    return TensorSpec(name, dtype, **sizes, symbols=symbols, profiles=profiles)  # type: ignore[arg-type]
+
+
+def dtype_from_plain(value: Any, name: str) -> torch.dtype:
+    """The type of the input `name`, which has to be one that an input can have.
+
+    Raises:
+        ArtifactError: it is none.
+    """
+    dtype = checked(value, str, f"the type of input '{name}'")
+    if dtype not in _DTYPES:
+        raise ArtifactError(f"input '{name}' has the unknown type {dtype!r}", hint="update fx-trt-lowering")
+    return _DTYPES[dtype]
+
+
+def shape_from_plain(value: Any, name: str) -> tuple[int, ...]:
+    """Sizes of the input `name`.
+
+    Raises:
+        ArtifactError: they are none.
+    """
+    sizes = tuple(checked(size, int, f"a size of '{name}'") for size in checked(value, list, f"the sizes of '{name}'"))
+    if any(not 0 <= size <= _LARGEST for size in sizes):
+        raise ArtifactError(f"input '{name}' has an impossible size")
+    return sizes
+
+
+def checked(value: Any, kind: Any, what: str) -> Any:
+    """`value`, which has to be of a type; a bool is no int here.
+
+    Raises:
+        ArtifactError: it is of another one; the text begins with `what`.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ArtifactError(
+            f"{what} in the manifest is a {type(value).__name__}, not a {wanted}", hint="save the lowered module again"
+        )
+    return value

@@ -1,1 +1,0 @@
-"""How `lowering.aten` brings a segment into its one normal form: torch.export, then small rewrites of the graph."""

@@ -1,0 +1,1 @@
+"""What a lowering is asked for: the model, its inputs, their sizes, data and settings."""

@@ -1,0 +1,300 @@
+"""What a user passes as inputs: one example, calibration batches, ranges of sizes. Normalised here, once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fx_passes.errors import CalibrationError, InputError
+from fx_passes.graph.copies import copied_inputs
+from fx_passes.quantize.calibrate import check_batch
+from lowering.request.images import declared_input
+
+__all__ = ["CalibrationData", "Example", "ShapeRange", "brought_to", "example_for", "shape_range"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of one call of the model: `model(*args, **kwargs)`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Any) -> Example:
+        """From a tensor (one argument), a tuple or list (positional arguments) or a dict (keyword arguments)."""
+        if isinstance(inputs, Example):
+            return inputs
+        if isinstance(inputs, dict):
+            return cls((), dict(inputs))
+        if isinstance(inputs, (tuple, list)):
+            return cls(tuple(inputs))
+        if isinstance(inputs, Tensor):
+            return cls((inputs,))
+        raise InputError(
+            f"inputs are a {type(inputs).__name__}",
+            hint="pass a tensor, a tuple of the model's positional arguments, or a dict of its keyword arguments",
+        )
+
+    def inputs(self) -> tuple[Any, ...] | dict[str, Any]:
+        """The arguments as the passes take example inputs."""
+        return self.args or self.kwargs
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Example:
+        """The same structure with `function` applied to every tensor."""
+        args, kwargs = pytree.tree_map_only(Tensor, function, (self.args, self.kwargs))
+        return Example(args, kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in order, also those inside lists and dicts."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def bind(self, forward: Callable[..., Any]) -> None:
+        """Check the arguments against the signature of `forward`.
+
+        Raises:
+            InputError: the model cannot be called like this; the message gives its signature.
+        """
+        signature = inspect.signature(forward)
+        try:
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(
+                f"the model cannot be called with these inputs: {error} (its forward is forward{signature})",
+                hint="pass one value for each argument; for a loader of (images, labels) pass only the images",
+            ) from error
+
+
+@dataclass(frozen=True)
+class ShapeRange:
+    """One call of the model at the smallest, the usual and the largest sizes, and at those that export traces with.
+
+    All four are the same if nothing is dynamic. `torch.export` takes a size of 1 for a constant, so `export` has at
+    least 2 in every dynamic dimension. With several optimization profiles, `profiles` has (min, opt, max) of each;
+    `min` and `max` are over all of them, and `opt` is the first one's.
+    """
+
+    min: Example
+    opt: Example
+    max: Example
+    export: Example
+    profiles: tuple[tuple[Example, Example, Example], ...] = ()
+
+    @property
+    def dynamic(self) -> bool:
+        return self.min is not self.opt or self.max is not self.opt
+
+
+class CalibrationData:
+    """Calibration batches that can be gone through more than once.
+
+    A re-iterable (list, `DataLoader`) is iterated afresh each time. A one-shot iterator is consumed once by
+    `batches()`, and its first `kept` batches serve every later pass. Every pass gets copies, which a model that writes
+    to its inputs may change.
+    """
+
+    def __init__(self, batches: Iterable[Any] | None, kept: int):
+        if isinstance(batches, (Tensor, dict)) or (batches is not None and not isinstance(batches, Iterable)):
+            raise InputError(
+                f"calibration is a {type(batches).__name__}", hint="pass an iterable of batches, for example [tensor]"
+            )
+        self._source = batches
+        self._one_shot = isinstance(batches, Iterator)
+        self._limit = kept
+        self._kept: list[Any] = []
+        self._spent = False
+        self._call: tuple[Callable[..., Any], Example] | None = None
+
+    def check_against(self, forward: Callable[..., Any], example: Example) -> None:
+        """From now on, refuse batches that `forward` does not take, or whose dtypes are not the example's."""
+        self._call = forward, example
+
+    def __bool__(self) -> bool:
+        return self._source is not None
+
+    def first(self) -> Any:
+        """The first batch, without losing it for `batches()`."""
+        if self._source is None:
+            raise CalibrationError("there is no calibration data")
+        for batch in islice(iter(self), 1):
+            return batch
+        raise CalibrationError(
+            "the calibration data is empty", hint="an exhausted generator gives no batches; pass a list or a DataLoader"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._source is None:
+            return
+        for index, batch in enumerate(self._passed()):
+            if self._call is not None:
+                forward, example = self._call
+                check_batch(batch, index, forward, example.inputs())
+            yield copied_inputs(batch)
+
+    def _passed(self) -> Iterator[Any]:
+        assert self._source is not None
+        if not self._one_shot:
+            yield from self._source
+            return
+        yield from list(self._kept)
+        if self._spent:
+            return
+        for batch in self._source:
+            if len(self._kept) < self._limit:
+                self._kept.append(batch)
+            yield batch
+        self._spent = True
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]
+
+
+def example_for(model: nn.Module, example_inputs: Any, calibration: CalibrationData) -> Example:
+    """The example to capture and measure with: the given one, the first calibration batch, what a prepared model
+    recorded, or the input size that the model declares (timm's `default_cfg`, torchvision's weights).
+
+    Raises:
+        InputError: none of them is there, or the model cannot be called with it.
+    """
+    if example_inputs is not None:
+        example = Example.of(example_inputs)
+    elif calibration:
+        example = Example.of(calibration.first())
+    elif (recorded := getattr(model, "meta", {}).get("example_inputs")) is not None:
+        example = Example.of(recorded)
+    elif (declared := declared_input(model)) is not None:
+        example = Example((declared.example(),))
+    else:
+        raise InputError(
+            f"no example inputs for {type(model).__name__}",
+            hint="pass example_inputs=torch.randn(1, 3, 224, 224), or calibration batches to take the first of",
+        )
+    example.bind(model.forward)
+    return example
+
+
+def shape_range(
+    model: nn.Module,
+    example: Example,
+    dynamic_batch: tuple[int, int, int] | Sequence[tuple[int, int, int]] | None,
+    dynamic_shapes: dict[str, Any] | tuple[Any, ...] | None,
+) -> ShapeRange:
+    """The example at min, opt and max sizes.
+
+    Args:
+        model: for its signature.
+        example: at the usual sizes.
+        dynamic_batch: (min, opt, max) of dimension 0 of every tensor that has the example's batch size, or a list of
+            them, one for each optimization profile.
+        dynamic_shapes: as `torch.export` takes them, with `torch.export.Dim(name, min=, max=)`; opt is the example.
+    """
+    if dynamic_batch is not None and dynamic_shapes is not None:
+        raise InputError("both dynamic_batch and dynamic_shapes are given", hint="put the batch into dynamic_shapes")
+    if dynamic_batch is not None:
+        return _batch_range(example, dynamic_batch)
+    if dynamic_shapes is not None:
+        return _dims_range(model, example, dynamic_shapes)
+    return ShapeRange(example, example, example, example)
+
+
+def _batch_range(example: Example, dynamic_batch: Any) -> ShapeRange:
+    ranges = _batch_ranges(dynamic_batch)
+    batched = [t for t in example.tensors() if t.dim() > 0]
+    if not batched:
+        raise InputError("dynamic_batch is given, but no input has a dimension to vary", hint="leave it out")
+    size = batched[0].shape[0]
+
+    @cache
+    def at(batch: int) -> Example:
+        return example.map(lambda t: _resized(t, 0, batch) if t.dim() > 0 and t.shape[0] == size else t)
+
+    least, usual, most = min(low for low, _, _ in ranges), ranges[0][1], max(high for _, _, high in ranges)
+    if least == most:
+        return ShapeRange(at(usual), at(usual), at(usual), at(usual))
+    profiles = tuple((at(low), at(opt), at(high)) for low, opt, high in ranges) if len(ranges) > 1 else ()
+    return ShapeRange(at(least), at(usual), at(most), at(max(usual, 2)), profiles)
+
+
+def _batch_ranges(dynamic_batch: Any) -> list[tuple[int, int, int]]:
+    given = list(dynamic_batch) if isinstance(dynamic_batch, (tuple, list)) else []
+    several = bool(given) and all(isinstance(item, (tuple, list)) for item in given)
+    ranges = [tuple(item) for item in given] if several else [tuple(given)]
+    for values in ranges:
+        if (
+            len(values) != 3
+            or not all(isinstance(v, int) for v in values)
+            or not 1 <= values[0] <= values[1] <= values[2]
+        ):
+            raise InputError(
+                f"dynamic_batch is {dynamic_batch!r}",
+                hint="pass (min, opt, max) with 1 <= min <= opt <= max, or a list of such, one for each profile",
+            )
+    return ranges
+
+
+def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> ShapeRange:
+    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+    given = (
+        dynamic_shapes if isinstance(dynamic_shapes, dict) else dict(zip(bound.arguments, dynamic_shapes, strict=False))
+    )
+    if unknown := [name for name in given if name not in bound.arguments]:
+        raise InputError(
+            f"dynamic_shapes names {', '.join(map(repr, unknown))}", hint=f"the inputs are {', '.join(bound.arguments)}"
+        )
+
+    def at(which: str) -> Example:
+        def resize(value: Any, dims: Any) -> Any:
+            if dims is None:
+                return value
+            if isinstance(value, Tensor):
+                items = dims.items() if isinstance(dims, dict) else enumerate(dims)
+                for dim, size in items:
+                    if size is not None and not isinstance(size, int):
+                        value = _resized(value, dim, _bound(size, which))
+                return value
+            if isinstance(value, (list, tuple)):
+                return type(value)(resize(v, d) for v, d in zip(value, dims, strict=True))
+            return {key: resize(v, dims.get(key)) for key, v in value.items()}
+
+        changed = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+        for name, dims in given.items():
+            changed.arguments[name] = resize(changed.arguments[name], dims)
+        return Example(changed.args, changed.kwargs)
+
+    least, most = at("min"), at("max")
+    traps_at_one = any(
+        1 in (size for size, low, high in zip(t.shape, a.shape, b.shape, strict=True) if low != high)
+        for t, a, b in zip(example.tensors(), least.tensors(), most.tensors(), strict=True)
+    )
+    return ShapeRange(least, example, most, most if traps_at_one else example)
+
+
+def _bound(dim: Any, which: str) -> int:
+    value = getattr(dim, which, None)
+    if not isinstance(value, int) or (which == "max" and value > 2**24):
+        raise InputError(
+            f"the dimension {getattr(dim, '__name__', dim)!r} has no {which}",
+            hint="give it both, for example torch.export.Dim('height', min=64, max=512)",
+        )
+    return value
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """`tensor` repeated or cut along `dim` to `size`: real values, so that the model sees plausible data."""
+    index = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
+    return tensor.index_select(dim, index)
+
+
+def brought_to(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """`tensor` repeated or cut along every dimension to `sizes`."""
+    for dim, size in enumerate(sizes):
+        tensor = tensor if tensor.shape[dim] == size else _resized(tensor, dim, size)
+    return tensor

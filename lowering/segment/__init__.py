@@ -1,0 +1,1 @@
+"""Segments: from a captured graph to tensor programs in one normal form."""

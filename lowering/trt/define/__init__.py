@@ -1,0 +1,1 @@
+"""From an aten program to a TensorRT network definition."""

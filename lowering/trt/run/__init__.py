@@ -1,0 +1,1 @@
+"""Running engines on a GPU."""
