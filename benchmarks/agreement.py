@@ -29,7 +29,8 @@ from fx_passes.quantize.accuracy.structure import strip_quantization
 from fx_passes.quantize.decomposed import is_quantize
 from lowering import LoweredModule, lower_to_onnx, lower_to_trt
 from lowering.compare import sqnr
-from lowering.segment.to_aten import AtenProgram, cast_float_part
+from lowering.segment.program import AtenProgram
+from lowering.segment.to_aten import cast_float_part
 from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network
 

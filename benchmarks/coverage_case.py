@@ -33,8 +33,9 @@ from lowering.onnx.export import export_onnx
 from lowering.request.images import InputSpec
 from lowering.request.inputs import Example, ShapeRange
 from lowering.request.settings import resolve_settings
+from lowering.segment.program import AtenProgram
 from lowering.segment.segments import Segmented, segmented
-from lowering.segment.to_aten import AtenProgram, cast_float_part
+from lowering.segment.to_aten import cast_float_part
 from lowering.trt.backend import TensorRTBackend
 from lowering.trt.build.build import build_engine
 from lowering.trt.define.network import build_network

@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.quantize.calibrate import calibrate
-from lowering.segment.to_aten import AtenProgram, TensorSpec, to_aten
+from lowering.segment.program import AtenProgram, TensorSpec
+from lowering.segment.to_aten import to_aten
 
 __all__ = ["as_program", "aten_program", "converted_graph"]
 

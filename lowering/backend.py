@@ -8,13 +8,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError
-from lowering.module import Segment, SegmentInfo
+from lowering.records import SegmentInfo
+from lowering.segment.segment import Segment
 from lowering.summary import op_rows, precision_text
 
 if TYPE_CHECKING:
     from lowering.request.request import Request
+    from lowering.segment.program import AtenProgram
     from lowering.segment.segments import Segmented
-    from lowering.segment.to_aten import AtenProgram
 
 __all__ = ["Backend", "Unbuilt", "built_segments", "graph_of", "install", "segment_info"]
 

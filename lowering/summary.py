@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 
 from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import is_size
-from lowering.module import LoweredModule, OpRow, SegmentInfo
+from lowering.module import LoweredModule
 from lowering.placement.roofline import engine_floor, gpu_named, representative_gpu
+from lowering.records import OpRow, SegmentInfo
 
 if TYPE_CHECKING:
     from lowering.request.request import Request

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowering.segment.to_aten import AtenProgram, TensorSpec, to_aten
+from lowering.segment.program import AtenProgram, TensorSpec
+from lowering.segment.to_aten import to_aten
 from lowering.trt.build.build import build_engine
 from lowering.trt.define.network import Network, build_network
 from lowering.trt.reference import read_network

@@ -13,7 +13,7 @@ from lowering.artifact.glue import glue_from_plain, glue_to_plain
 from lowering.artifact.glue_checks import check_nodes
 from lowering.artifact.schema import checked, dtype_from_plain, shape_from_plain
 from lowering.children.lowered import Accepts, LoweredChild, TensorRange, WithChildren, own_copy
-from lowering.module import Segment
+from lowering.segment.segment import Segment
 
 __all__ = ["checked_children", "children_from_plain", "children_to_plain", "supplied_model"]
 

@@ -28,8 +28,9 @@ from lowering.artifact.glue_values import structures_named
 from lowering.artifact.merging import merge
 from lowering.artifact.schema import checked
 from lowering.children.lowered import WithChildren
-from lowering.module import LoweredModule, OpRow, Segment, SegmentInfo
-from lowering.segment.segments import Fallback
+from lowering.module import LoweredModule
+from lowering.records import Fallback, OpRow, SegmentInfo
+from lowering.segment.segment import Segment
 
 __all__ = ["FORMAT", "MANIFEST", "described", "load", "merge", "save"]
 
@@ -182,7 +183,7 @@ def _segment_to_plain(segment: Segment, info: SegmentInfo, include_network: bool
 def _segment_from_plain(
     folder: Path, plain: dict[str, Any], state: dict[str, Tensor], files: dict[str, Any]
 ) -> tuple[Segment, SegmentInfo]:
-    from lowering.segment.to_aten import WriteBack
+    from lowering.segment.program import WriteBack
 
     checked(plain, dict, "a segment")
     described = checked(plain.get("info"), dict, "what is known of a segment")

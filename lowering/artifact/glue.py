@@ -25,8 +25,8 @@ from fx_passes.ops import OPS
 from lowering.artifact.glue_checks import HELD
 from lowering.artifact.glue_values import is_structure, value_from_plain, value_to_plain
 from lowering.artifact.supplied import class_of, expression_for, find_on_model, may_be_called
-from lowering.module import Segment
 from lowering.request.arguments import signature_of
+from lowering.segment.segment import Segment
 
 __all__ = ["glue_from_plain", "glue_to_plain"]
 

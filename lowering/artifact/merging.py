@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule
 from fx_passes.errors import ArtifactError
 from lowering.artifact.files import Writer, check_files, read_manifest, write_json, writing
 from lowering.artifact.schema import checked
-from lowering.module import LoweredModule, OpRow, SegmentInfo
-from lowering.segment.segments import Fallback
+from lowering.module import LoweredModule
+from lowering.records import Fallback, OpRow, SegmentInfo
 
 __all__ = ["merge"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fx_passes.errors import ArtifactError
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 __all__ = ["checked", "dtype_from_plain", "lists", "shape_from_plain", "spec_from_plain", "spec_to_plain"]
 

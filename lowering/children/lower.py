@@ -27,11 +27,12 @@ from lowering.capture import warn_of_few
 from lowering.children.calls import replaced_forwards
 from lowering.children.choice import Child, Choice, choose, computes
 from lowering.children.lowered import LoweredChild, WithChildren, own_copy
-from lowering.module import LoweredModule, SegmentInfo
+from lowering.module import LoweredModule
+from lowering.records import Fallback, SegmentInfo
 from lowering.request.arguments import bound_arguments, leaves_of
 from lowering.request.inputs import ShapeRange
 from lowering.request.request import Request
-from lowering.segment.segments import Fallback, Segmented, refuse_fallbacks, segmented
+from lowering.segment.segments import Segmented, refuse_fallbacks, segmented
 from lowering.summary import details_of
 
 __all__ = ["lower_children", "lower_leaves"]

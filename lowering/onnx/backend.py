@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fx_passes.errors import ExportError
 from lowering.backend import install, segment_info
-from lowering.module import SegmentInfo
+from lowering.records import SegmentInfo
 from lowering.request.settings import FLOAT_TYPES, Settings
 from lowering.segment.twin import float_twin
 from lowering.summary import precision_text
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lowering.onnx.expected import Expected
     from lowering.onnx.files import OnnxFile
     from lowering.onnx.model import OnnxModel
+    from lowering.segment.program import AtenProgram
     from lowering.segment.segments import Segmented
-    from lowering.segment.to_aten import AtenProgram
 
 __all__ = ["OnnxBackend"]
 

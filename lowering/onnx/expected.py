@@ -18,7 +18,7 @@ from torch import Tensor
 from lowering.onnx.tensorrt_file import profiles
 
 if TYPE_CHECKING:
-    from lowering.segment.to_aten import TensorSpec
+    from lowering.segment.program import TensorSpec
 
 __all__ = ["INPUTS", "OUTPUTS", "Expected", "expect", "polygraphy_command"]
 
@@ -97,7 +97,7 @@ def polygraphy_command(name: str, inputs: Sequence[TensorSpec], tolerances: dict
 
     Example:
         >>> import torch
-        >>> from lowering.segment.to_aten import TensorSpec
+        >>> from lowering.segment.program import TensorSpec
         >>> x = TensorSpec("x", torch.float32, (1, 3), (4, 3), (8, 3))
         >>> print(polygraphy_command("net", [x], {"y": 0.01}))
         polygraphy run net.onnx --trt --strongly-typed --trt-min-shapes 'x:[1,3]' --trt-opt-shapes 'x:[4,3]' \

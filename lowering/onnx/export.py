@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import onnx_ir
     from torch.export import ExportedProgram
 
-    from lowering.segment.to_aten import AtenProgram
+    from lowering.segment.program import AtenProgram
 
 __all__ = ["export_onnx"]
 

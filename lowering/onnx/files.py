@@ -19,7 +19,7 @@ from fx_passes.errors import ArtifactError
 if TYPE_CHECKING:
     import onnx
 
-    from lowering.segment.to_aten import AtenProgram
+    from lowering.segment.program import AtenProgram
 
 __all__ = ["OnnxFile", "exported_file"]
 

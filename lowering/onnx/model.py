@@ -16,7 +16,7 @@ from fx_passes.errors import ArtifactError, InputError, LoweringError
 from lowering.artifact.schema import checked, spec_from_plain, spec_to_plain
 from lowering.onnx.expected import INPUTS, OUTPUTS, Expected, polygraphy_command
 from lowering.onnx.files import OnnxFile
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

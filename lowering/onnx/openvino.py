@@ -14,7 +14,7 @@ from torch import Tensor
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

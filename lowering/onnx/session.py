@@ -19,7 +19,7 @@ from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.artifact.schema import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 if TYPE_CHECKING:
     import onnx

@@ -11,7 +11,7 @@ from fx_passes.errors import ExportError
 
 if TYPE_CHECKING:
     from lowering.onnx.files import OnnxFile
-    from lowering.segment.to_aten import TensorSpec
+    from lowering.segment.program import TensorSpec
 
 __all__ = ["check_parser", "profiles", "trtexec_command"]
 
@@ -29,7 +29,7 @@ def trtexec_command(file: str, inputs: Sequence[TensorSpec], *, engine: str | No
 
     Example:
         >>> import torch
-        >>> from lowering.segment.to_aten import TensorSpec
+        >>> from lowering.segment.program import TensorSpec
         >>> x = TensorSpec("x", torch.float32, (1, 3, 8, 8), (4, 3, 8, 8), (8, 3, 8, 8))
         >>> print(trtexec_command("net.onnx", [x]))
         trtexec --onnx=net.onnx --saveEngine=net.engine --stronglyTyped --minShapes=x:1x3x8x8 --optShapes=x:4x3x8x8 \

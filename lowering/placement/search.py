@@ -51,7 +51,7 @@ from lowering.placement.units import (
 if TYPE_CHECKING:
     from lowering.request.inputs import ShapeRange
     from lowering.request.request import Request
-    from lowering.segment.to_aten import AtenProgram
+    from lowering.segment.program import AtenProgram
 
 __all__ = ["Placement", "PlacementSearch", "Unit", "placement_text", "search_placement", "searched", "widened"]
 

@@ -18,7 +18,7 @@ from fx_passes.quantize.weights.layer import layer_of
 from lowering.placement.roofline import LAUNCH_US, Floor, Gpu, engine_floor, kernel_floors
 
 if TYPE_CHECKING:
-    from lowering.segment.to_aten import AtenProgram
+    from lowering.segment.program import AtenProgram
     from lowering.trt.build.layers import LayerReport
 
 __all__ = [

@@ -19,7 +19,7 @@ from fx_passes.partition.recording import bind_inputs, positional
 from lowering.request.inputs import Example, ShapeRange, brought_to
 from lowering.request.probes import HEADROOM
 from lowering.segment.flop_counter import FlopCounter
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 __all__ = ["Boundary", "Measured", "measure"]
 

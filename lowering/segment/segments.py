@@ -17,32 +17,19 @@ from fx_passes.ops import Role, op_of
 from fx_passes.partition.partition import partition
 from fx_passes.partition.recording import record
 from lowering.backend import graph_of
+from lowering.records import Fallback
 from lowering.request.inputs import ShapeRange
 from lowering.request.probes import alike
 from lowering.segment.boundaries import Measured, measure
-from lowering.segment.to_aten import AtenProgram, to_aten
+from lowering.segment.program import AtenProgram
+from lowering.segment.to_aten import to_aten
 
 if TYPE_CHECKING:
     from lowering.request.settings import Settings
 
-__all__ = ["Fallback", "Segmented", "refuse_fallbacks", "segmented"]
+__all__ = ["Segmented", "refuse_fallbacks", "segmented"]
 
 Unsupported = Callable[[str, AtenProgram], dict[Node, str]]
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """A call that stays in Python.
-
-    Args:
-        node: name of the node in the glue graph.
-        source: "file.py:12" of the user's line, or None.
-        reason: why it stays.
-    """
-
-    node: str
-    source: str | None
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fx_passes.ops import Role, op_of
 from fx_passes.quantize.annotation import Granularity
 from fx_passes.quantize.decomposed import decomposed
 from lowering.segment.normal_form.state import rebuild
-from lowering.segment.to_aten import AtenProgram
+from lowering.segment.program import AtenProgram
 
 __all__ = ["float_twin", "is_quantized", "layer_name", "partial_twin", "role_of"]
 

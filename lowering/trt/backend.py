@@ -12,14 +12,14 @@ from torch.fx import Node
 
 from fx_passes.errors import UnsupportedOpError
 from lowering.backend import install, segment_info
-from lowering.module import SegmentInfo
+from lowering.records import SegmentInfo
 from lowering.request.settings import FLOAT_TYPES, Settings
 from lowering.segment.twin import float_twin, is_quantized
 from lowering.summary import precision_text
 
 if TYPE_CHECKING:
+    from lowering.segment.program import AtenProgram
     from lowering.segment.segments import Segmented
-    from lowering.segment.to_aten import AtenProgram
     from lowering.trt.build.build import Engine
     from lowering.trt.build.layers import LayerReport
     from lowering.trt.define.network import Network

@@ -12,7 +12,8 @@ from torch import nn
 from fx_passes import autocast_fx, propagate_shapes, trace
 from fx_passes.errors import InputError, StageError
 from fx_passes.quantize.decomposed import decomposed
-from lowering.segment.to_aten import AtenProgram, TensorSpec, cast_float_part, to_aten
+from lowering.segment.program import AtenProgram, TensorSpec
+from lowering.segment.to_aten import cast_float_part, to_aten
 
 aten = torch.ops.aten
 q = decomposed()

@@ -15,7 +15,7 @@ from torch import nn
 
 from lowering import load, lower_to_onnx
 from lowering.onnx.expected import expect
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 

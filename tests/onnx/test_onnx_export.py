@@ -17,7 +17,8 @@ from fx_passes.quantize.decomposed import decomposed
 from lowering.onnx import export
 from lowering.onnx.export import export_onnx
 from lowering.onnx.session import OnnxSession
-from lowering.segment.to_aten import AtenProgram, TensorSpec, cast_float_part, to_aten
+from lowering.segment.program import AtenProgram, TensorSpec
+from lowering.segment.to_aten import cast_float_part, to_aten
 
 q = decomposed()
 

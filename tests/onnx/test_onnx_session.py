@@ -14,7 +14,8 @@ from fx_passes.errors import InputError, LoweringError
 from fx_passes.quantize.decomposed import decomposed
 from lowering.onnx.export import export_onnx
 from lowering.onnx.session import OnnxSession
-from lowering.segment.to_aten import TensorSpec, to_aten
+from lowering.segment.program import TensorSpec
+from lowering.segment.to_aten import to_aten
 
 
 def spec(name: str, tensor: torch.Tensor, batch: tuple[int, int, int] | None = None) -> TensorSpec:

@@ -14,7 +14,8 @@ from fx_passes import trace
 from fx_passes.errors import ExportError, InputError
 from fx_passes.quantize.decomposed import decomposed
 from lowering import lower_to_onnx
-from lowering.segment.to_aten import AtenProgram, TensorSpec, WriteBack, to_aten
+from lowering.segment.program import AtenProgram, TensorSpec, WriteBack, output_values
+from lowering.segment.to_aten import to_aten
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ def check_form(program: AtenProgram) -> None:
     names = [s.name for s in program.inputs]
     assert [n.name for n in program.input_nodes()] == names and all(name.isidentifier() for name in names)
     assert len(set(program.outputs + names)) == len(program.outputs) + len(names)
-    outputs = program.output_nodes()
+    outputs = output_values(program.graph)
     assert len(outputs) == len(program.outputs) == len(set(outputs))
     assert all(n.op == "call_function" for n in outputs)
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fx_passes import convert_fx, prepare_calibration_fx
-from lowering.segment.to_aten import TensorSpec, to_aten
+from lowering.segment.program import TensorSpec
+from lowering.segment.to_aten import to_aten
 from lowering.segment.twin import float_twin, partial_twin
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

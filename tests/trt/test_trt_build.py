@@ -17,7 +17,7 @@ from torch import nn
 from trt_checks import assert_same, aten_program, eager, lower
 
 from fx_passes.errors import BackendUnavailableError, BuildError, InputError, UnsupportedOpError
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 from lowering.trt import bindings
 from lowering.trt.build import build as build_module
 from lowering.trt.build import capabilities

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.amp import autocast_graph
 from lowering.segment.normal_form.state import rebuild
-from lowering.segment.to_aten import AtenProgram
+from lowering.segment.program import AtenProgram
 
 __all__ = ["cast_program"]
 

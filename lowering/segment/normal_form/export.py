@@ -19,7 +19,7 @@ from lowering.segment.normal_form.functional import functionalize_fresh, is_func
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from lowering.segment.to_aten import TensorSpec
+    from lowering.segment.program import TensorSpec
 
 __all__ = ["check_dynamic", "export_segment"]
 

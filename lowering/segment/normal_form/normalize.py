@@ -36,7 +36,7 @@ from lowering.segment.normal_form.state import LiftedState
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from lowering.segment.to_aten import AtenProgram, TensorSpec
+    from lowering.segment.program import AtenProgram, TensorSpec
 
 __all__ = ["normalize"]
 

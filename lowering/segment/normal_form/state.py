@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from lowering.segment.to_aten import AtenProgram, TensorSpec, WriteBack, output_values
+from lowering.segment.program import AtenProgram, TensorSpec, WriteBack, output_values
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

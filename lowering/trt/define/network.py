@@ -31,7 +31,7 @@ Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]
 
 
 class Program(Protocol):
-    """What is read of `lowering.segment.to_aten.AtenProgram`."""
+    """What is read of `lowering.segment.program.AtenProgram`."""
 
     exported: Any
     inputs: list[Any]

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lowering.segment.normal_form.edit import arguments, insert, is_static, shape_of, take_origin
 from lowering.segment.normal_form.state import rebuild
-from lowering.segment.to_aten import AtenProgram
+from lowering.segment.program import AtenProgram
 
 __all__ = ["keep_products_whole"]
 

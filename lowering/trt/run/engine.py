@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError
 from lowering.artifact.schema import checked, lists, spec_from_plain, spec_to_plain
-from lowering.segment.to_aten import TensorSpec
+from lowering.segment.program import TensorSpec
 from lowering.trt import bindings
 from lowering.trt.build.build import Engine
 from lowering.trt.build.targets import EngineTarget, fitting
