@@ -32,14 +32,15 @@ from fx_passes import convert_fx, fuse_fx, prepare_calibration_fx
 from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.place.overrides import decide
 from lowering.compare import sqnr
-from lowering.placement.roofline import engine_floor, gpu_named
-from lowering.placement.search import PlacementSearch, search_placement, widened
+from lowering.placement.search import search_placement, widened
+from lowering.request.search import PlacementSearch
 from lowering.request.settings import Settings
+from lowering.roofline import engine_floor, gpu_named
 from lowering.trt.backend import TensorRTBackend
 from lowering.trt.bindings import BuilderLog, collect_log, flavour, logger, trt
 from lowering.trt.build.build import build_engine
 from lowering.trt.build.layers import LayerReport
-from lowering.trt.define.network import Network
+from lowering.trt.define.definition import Network
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50": resnet50,

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowering.api import lower_to_onnx, lower_to_trt
-    from lowering.artifact.folder import load, merge
+    from lowering.artifact.load import load
+    from lowering.artifact.merging import merge
     from lowering.module import LoweredModule
-    from lowering.placement.search import PlacementSearch
+    from lowering.request.search import PlacementSearch
     from lowering.request.settings import Settings
 
 __all__ = ["LoweredModule", "PlacementSearch", "Settings", "load", "lower_to_onnx", "lower_to_trt", "merge"]
 
 _HOME = {
     "LoweredModule": "lowering.module",
-    "PlacementSearch": "lowering.placement.search",
+    "PlacementSearch": "lowering.request.search",
     "Settings": "lowering.request.settings",
-    "load": "lowering.artifact.folder",
+    "load": "lowering.artifact.load",
     "lower_to_onnx": "lowering.api",
     "lower_to_trt": "lowering.api",
-    "merge": "lowering.artifact.folder",
+    "merge": "lowering.artifact.merging",
 }
 
 

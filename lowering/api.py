@@ -21,7 +21,7 @@ from lowering.request.settings import FLOAT_TYPES, PRECISIONS, Settings, resolve
 
 if TYPE_CHECKING:
     from fx_passes.quantize.qconfig import QConfig
-    from lowering.placement.search import PlacementSearch
+    from lowering.request.search import PlacementSearch
 
 __all__ = ["lower_to_onnx", "lower_to_trt"]
 
@@ -215,7 +215,7 @@ def _search(placement: str | PlacementSearch, precision: str, target: str, build
     """What to search for; None for the target's own placement."""
     if placement == "default":
         return None
-    from lowering.placement.search import PlacementSearch
+    from lowering.request.search import PlacementSearch
 
     if placement != "auto" and not isinstance(placement, PlacementSearch):
         raise InputError(f"placement is {placement!r}", hint='use "default", "auto" or a lowering.PlacementSearch')

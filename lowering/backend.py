@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError
 from lowering.records import SegmentInfo
-from lowering.segment.segment import Segment
+from lowering.segment.segment import Segment, graph_of
 from lowering.summary import op_rows, precision_text
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lowering.segment.program import AtenProgram
     from lowering.segment.segments import Segmented
 
-__all__ = ["Backend", "Unbuilt", "built_segments", "graph_of", "install", "segment_info"]
+__all__ = ["Backend", "Unbuilt", "built_segments", "install", "segment_info"]
 
 
 class Backend(Protocol):
@@ -38,13 +38,6 @@ class Backend(Protocol):
 
     def lower(self, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
         """Build the segment `name`, put it into `parts.glue` in place of the graph, and say what came out."""
-
-
-def graph_of(glue: GraphModule, name: str) -> GraphModule:
-    """The graph of segment `name`, before a backend takes its place."""
-    segment = glue.get_submodule(name)
-    assert isinstance(segment, GraphModule), f"{name} is a {type(segment).__name__}"
-    return segment
 
 
 def segment_info(parts: Segmented, name: str, **found: Any) -> SegmentInfo:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
+from lowering.artifact.save import save
 from lowering.children.lowered import LoweredChild, WithChildren
-from lowering.records import Fallback, SegmentInfo
+from lowering.records import Described, Fallback, SegmentInfo
 from lowering.segment.segment import Segment, simulating
+from lowering.summary import report_data, summary_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,17 +76,18 @@ class LoweredModule(nn.Module):
         """The submodules that were lowered one by one, where the model itself stays Python."""
         return list(self.glue.lowered) if isinstance(self.glue, WithChildren) else []  # type: ignore[arg-type]
 
+    def described(self) -> Described:
+        """What is known of it, as the record that summaries and reports are made from."""
+        outside = {child.path: dict(child.outside) for child in self.lowered_children()}
+        return Described(self.details, self.segments, self.fallbacks, outside)
+
     def summary(self) -> str:
         """What runs where and in which precision, every fallback with its reason, as text."""
-        from lowering.summary import summary_text
-
-        return summary_text(self)
+        return summary_text(self.described())
 
     def report(self) -> dict[str, Any]:
         """The same as plain data, with the layer report of every engine (see the README for its keys)."""
-        from lowering.summary import report_data
-
-        return report_data(self)
+        return report_data(self.described())
 
     def save(self, folder: str | Path, include_network: bool = True) -> Path:
         """Write engines or ONNX files, a manifest and the state that fallbacks need into `folder`.
@@ -96,8 +99,6 @@ class LoweredModule(nn.Module):
         Raises:
             ArtifactError: the folder cannot be written, or holds something that is no artifact.
         """
-        from lowering.artifact.folder import save
-
         return save(self, folder, include_network=include_network)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Fallback", "OpRow", "SegmentInfo"]
+__all__ = ["Described", "Fallback", "OpRow", "SegmentInfo"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,20 @@ class SegmentInfo:
 
 def _without_compare(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in items if key != "compare"}
+
+
+@dataclass
+class Described:
+    """What a summary and a report tell of a lowered module.
+
+    Args:
+        details: target, precision, flops_share, flops, capture, settings, versions, threads.
+        segments: what is known of each segment.
+        fallbacks: every call that stays in Python, with the reason.
+        outside: by path of a lowered child, how many of its calls PyTorch ran, by reason.
+    """
+
+    details: dict[str, Any]
+    segments: list[SegmentInfo]
+    fallbacks: list[Fallback]
+    outside: dict[str, dict[str, int]] = field(default_factory=dict)

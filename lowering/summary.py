@@ -12,15 +12,14 @@ from torch.fx import GraphModule
 
 from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import is_size
-from lowering.module import LoweredModule
-from lowering.placement.roofline import engine_floor, gpu_named, representative_gpu
-from lowering.records import OpRow, SegmentInfo
+from lowering.records import Described, OpRow, SegmentInfo
+from lowering.roofline import engine_floor, gpu_named, representative_gpu
 
 if TYPE_CHECKING:
     from lowering.request.request import Request
     from lowering.request.settings import Settings
 
-__all__ = ["details_of", "op_rows", "precision_text", "report_data", "summary_text", "versions"]
+__all__ = ["details_of", "op_rows", "placement_text", "precision_text", "report_data", "summary_text", "versions"]
 
 _PACKAGES = ("torch", "onnx", "onnxruntime", "openvino", "tensorrt_rtx_cu13", "tensorrt")
 _LISTED_ROWS = 12
@@ -74,14 +73,14 @@ def op_rows(segment: GraphModule) -> list[OpRow]:
     return rows
 
 
-def report_data(lowered: LoweredModule) -> dict[str, Any]:
+def report_data(lowered: Described) -> dict[str, Any]:
     """Plain data: strings, numbers, lists and dicts only."""
     return {
         **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
         "segments": [segment.as_dict() for segment in lowered.segments],
         "fallbacks": [asdict(f) for f in lowered.fallbacks],
         "capture": lowered.details.get("capture", _SYMBOLIC),
-        "outside": {child.path: dict(child.outside) for child in lowered.lowered_children() if child.outside},
+        "outside": {path: dict(reasons) for path, reasons in lowered.outside.items() if reasons},
         "placement": lowered.details.get("placement"),
         "threads": lowered.details["threads"],
         "versions": lowered.details["versions"],
@@ -89,7 +88,7 @@ def report_data(lowered: LoweredModule) -> dict[str, Any]:
     }
 
 
-def summary_text(lowered: LoweredModule) -> str:
+def summary_text(lowered: Described) -> str:
     """The summary that `LoweredModule.summary` returns."""
     details = lowered.details
     lines = [
@@ -99,15 +98,13 @@ def summary_text(lowered: LoweredModule) -> str:
         *_capture_lines(details.get("capture", _SYMBOLIC)),
     ]
     if details.get("placement"):
-        from lowering.placement.search import placement_text
-
         lines += placement_text(details["placement"], details["settings"]["float_type"])
     for segment in lowered.segments:
         lines += ["", *_segment_lines(segment.completed(), (details.get("placement") or {}).get("gpu"))]
     if lowered.fallbacks:
         lines += ["", "Stays in Python:"]
         lines += [f"  {f.node} ({f.source or 'no source line'}): {f.reason}" for f in lowered.fallbacks]
-    outside = [(child.path, item) for child in lowered.lowered_children() for item in child.outside.items()]
+    outside = [(path, item) for path, reasons in lowered.outside.items() for item in reasons.items()]
     if outside:
         lines += ["", "Calls that PyTorch ran, as they are outside of what was lowered:"]
         lines += [f"  {path}: {count} x {reason}" for path, (reason, count) in outside]
@@ -123,6 +120,21 @@ def _capture_lines(capture: dict[str, str]) -> list[str]:
     if capture["route"] == "children":
         return ["The model itself stays Python (see below); its submodules are lowered one by one"]
     return []
+
+
+def placement_text(placement: dict[str, Any], float_type: str) -> list[str]:
+    """What a summary says of a placement, given as plain data."""
+    floors = {name: f"{floor['total_us']:.1f}" for name, floor in placement["floors"].items()}
+    others = f"{floors['float']} us in {float_type}, {floors['int8 wherever possible']} us with int8 wherever possible"
+    start = f"Placement searched for {placement['gpu']}, {placement['builds']} engines built: "
+    if not placement["int8_layers"]:
+        noisy = any(decision["reason"].startswith("with it") for decision in placement["decisions"].values())
+        within = f" within {placement['limit_db']:g} dB" if noisy else ""
+        return [f"{start}int8 does not lower the roofline floor{within} (a floor, no measurement): {others}"]
+    return [
+        f"{start}{placement['int8_layers']} of {placement['layers']} layers in int8, outputs at "
+        f"{placement['sqnr_db']:.1f} dB; roofline floor (no measurement) {floors['placed']} us; {others}"
+    ]
 
 
 def _segment_lines(segment: SegmentInfo, gpu: str | None) -> list[str]:

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from lowering.segment.program import AtenProgram, TensorSpec
 from lowering.segment.to_aten import to_aten
 from lowering.trt.build.build import build_engine
-from lowering.trt.define.network import Network, build_network
+from lowering.trt.define.definition import Network
+from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from fx_passes.errors import InputError, StageError
 from fx_passes.fuse.attention import write_out_attention
 from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import quantized_values
 from fx_passes.quantize.channels.bias import channel_axes
 from fx_passes.quantize.channels.equalize import equalize_fx
 from fx_passes.quantize.channels.smooth import smoothed_values
+from fx_passes.quantize.float_graph import fused_float
 from fx_passes.quantize.insertion import insert_module, record_example
 from fx_passes.quantize.place.annotate import annotate
 from fx_passes.quantize.qat.prepare import prepare_qat_fx
@@ -26,7 +26,6 @@ from fx_passes.quantize.scheme import target_scheme
 
 __all__ = [
     "OBSERVER_PREFIX",
-    "fused_float",
     "observers_of",
     "prepare_calibration_fx",
     "prepare_qat_fx",
@@ -109,18 +108,6 @@ def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
     # ONNX Runtime makes no integer kernel of a convolution before a clip with a bound for each channel.
     clips = target != "onnxruntime" and all(options.weight == "per_tensor" for options in asked.values())
     return equalize_fx(fused, takes_part=lambda node: node.name in asked, clips=clips)
-
-
-def fused_float(model: nn.Module, example_inputs: Any = None) -> GraphModule:
-    """The fused eval graph of `model`, whatever float stage it is at; example inputs as for `trace`."""
-    from fx_passes.fuse.fuse import fuse_fx
-
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}", hint="pass a torch.nn.Module or a torch.fx.GraphModule")
-    stage = model.meta.get("stage") if isinstance(model, GraphModule) else None
-    if stage in ("prepared", "prepared_qat", "converted"):
-        raise StageError(f"this graph is already {stage}", hint="start from the float model")
-    return model if stage == "fused" else fuse_fx(model, example_inputs)  # type: ignore[return-value]
 
 
 def observers_of(gm: GraphModule) -> dict[str, Observer]:

@@ -22,6 +22,7 @@ from lowering.artifact.schema import checked
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "STATE",
     "Writer",
     "check_files",
     "file_entry",
@@ -33,6 +34,7 @@ __all__ = [
 
 FORMAT = 2  # 1 has no children
 MANIFEST = "manifest.json"
+STATE = "state.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph, GraphModule
-
 from fx_passes.errors import ArtifactError
 from lowering.artifact.files import Writer, check_files, read_manifest, write_json, writing
 from lowering.artifact.schema import checked
-from lowering.module import LoweredModule
-from lowering.records import Fallback, OpRow, SegmentInfo
+from lowering.records import Described, Fallback, OpRow, SegmentInfo
+from lowering.summary import report_data, summary_text
 
 __all__ = ["merge"]
 
@@ -124,13 +122,11 @@ def _add_engines(write: Writer, mine: dict[str, Any], source: Path, theirs: dict
 
 def _write_told(write: Writer, manifest: dict[str, Any]) -> None:
     """The summary and the report, with all engines in them."""
-    from lowering.summary import report_data, summary_text
-
     infos = [
         SegmentInfo(**{**segment["info"], "ops": [OpRow(**row) for row in segment["info"]["ops"]]})
         for segment in manifest["segments"]
     ]
     stays = [Fallback(**plain) for plain in manifest["fallbacks"]]
-    told = LoweredModule(GraphModule({}, Graph()), infos, stays, manifest["details"])
+    told = Described(manifest["details"], infos, stays)
     write("summary.txt", lambda path: path.write_text(summary_text(told), encoding="utf-8"))
     write("report.json", lambda path: write_json(path, report_data(told)))

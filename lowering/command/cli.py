@@ -56,7 +56,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what an artifact holds, after checking its files: segments, kernels, bytes, fallbacks. Loads none of it."""
-    from lowering.artifact.folder import described
+    from lowering.artifact.load import described
 
     summary, facts = described(folder)
     out.print(summary, end="", markup=False, highlight=False, soft_wrap=True)
@@ -180,7 +180,7 @@ def report(
 
     MODEL may also be the folder of an artifact.
     """
-    from lowering.artifact.folder import described
+    from lowering.artifact.load import described
     from lowering.command.report import Lowering, placement_drawing, write_report
 
     if Path(subject.model).is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lowering.placement.roofline import engine_floor
+from lowering.roofline import engine_floor
 
 __all__ = ["engine_facts"]
 

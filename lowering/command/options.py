@@ -190,7 +190,7 @@ class Target:
             return self.placement
         if self.placement != "auto":
             raise InputError("--gpu names a GPU to search a placement for", hint="add --placement auto")
-        from lowering.placement.search import PlacementSearch
+        from lowering.request.search import PlacementSearch
 
         return PlacementSearch(gpu=self.gpu)
 

@@ -21,7 +21,7 @@ from lowering.segment.program import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["OnnxModel", "RefusedModelError", "first_line", "runtime_class"]
+__all__ = ["OnnxModel", "RefusedModelError", "first_line"]
 
 Self = TypeVar("Self", bound="OnnxModel")
 
@@ -184,23 +184,6 @@ class OnnxModel(nn.Module):
         copy.expected = self.expected
         memo[id(self)] = copy
         return copy
-
-
-def runtime_class(name: str) -> type[OnnxModel]:
-    """The class that runs ONNX files in a runtime: "onnxruntime" or "openvino".
-
-    Raises:
-        ArtifactError: there is no such runtime here.
-    """
-    if name == "onnxruntime":
-        from lowering.onnx.session import OnnxSession
-
-        return OnnxSession
-    if name == "openvino":
-        from lowering.onnx.openvino import OpenVinoSession
-
-        return OpenVinoSession
-    raise ArtifactError(f"the runtime {name!r} is not known", hint="update fx-trt-lowering")
 
 
 def _write_line(line: str, path: Path) -> None:

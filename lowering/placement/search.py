@@ -2,7 +2,7 @@
 
 The target's rules say what can be int8. This search says what should be: it builds engines with some of the layers in
 int8, reads their kernels from the builder's listing and compares their roofline floors on the named GPU (see
-`lowering.placement.roofline`). What is left in int8 is bounded by an accuracy limit on calibration data.
+`lowering.roofline`). What is left in int8 is bounded by an accuracy limit on calibration data.
 
 1. Layers that read one quantized value are a *unit*; units of the same form (operators, weights, strides) are a
    *group*. Weights have one scale where that costs the layer little; what int8 does to the outputs is estimated for
@@ -27,14 +27,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from fx_passes.errors import CalibrationError, InputError
+from fx_passes.errors import CalibrationError
 from fx_passes.quantize.accuracy.layer_error import layer_errors
 from fx_passes.quantize.accuracy.meter import measured_nodes, measured_values
 from fx_passes.quantize.annotation import annotation_of
 from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
 from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.place.overrides import Decision, decide
-from lowering.placement.roofline import Floor, Gpu, gpu_named, representative_gpu
 from lowering.placement.units import (
     Choice,
     Engines,
@@ -47,48 +46,20 @@ from lowering.placement.units import (
     widened,
     with_gains,
 )
+from lowering.roofline import Floor, Gpu
 
 if TYPE_CHECKING:
     from lowering.request.inputs import ShapeRange
     from lowering.request.request import Request
+    from lowering.request.search import PlacementSearch
     from lowering.segment.program import AtenProgram
 
-__all__ = ["Placement", "PlacementSearch", "Unit", "placement_text", "search_placement", "searched", "widened"]
+__all__ = ["Placement", "Unit", "search_placement", "searched", "widened"]
 
 # The search for a lower floor ends after this many groups that were toggled in vain.
 _PATIENCE = 4
 # A group that gains fewer microseconds is not worth its noise.
 _WORTH_US = 0.1
-
-
-@dataclass(frozen=True)
-class PlacementSearch:
-    """What `placement="auto"` looks for.
-
-    Args:
-        gpu: name of the GPU whose floor is to be low, such as "RTX 4090". None: one that represents the compute
-            capabilities asked for.
-        sqnr_db: signal to quantization noise that the outputs must keep against the float model, in dB.
-        builds: engines that may be built on the way.
-        samples: batches of calibration data are taken for the accuracy until there are this many rows.
-    """
-
-    gpu: str | None = None
-    sqnr_db: float = 20.0
-    builds: int = 12
-    samples: int = 8
-
-    def __post_init__(self) -> None:
-        if self.gpu is not None:
-            gpu_named(self.gpu)
-        if self.builds < 3:
-            raise InputError(f"a placement search with {self.builds} builds", hint="it takes 3 at least")
-        if self.samples < 1:
-            raise InputError(f"a placement search on {self.samples} samples", hint="it takes 1 at least")
-
-    def on(self, compute_capabilities: Sequence[str] | None) -> Gpu:
-        """The GPU to search for."""
-        return gpu_named(self.gpu) if self.gpu is not None else representative_gpu(compute_capabilities)
 
 
 @dataclass(frozen=True)
@@ -161,21 +132,6 @@ def searched(prepared: GraphModule, sizes: ShapeRange, request: Request) -> Grap
         graph = float_reference(placed)
     graph.meta["placement"] = placement.as_dict()
     return graph
-
-
-def placement_text(placement: Mapping[str, Any], float_type: str) -> list[str]:
-    """What a summary says of a placement, given as plain data."""
-    floors = {name: f"{floor['total_us']:.1f}" for name, floor in placement["floors"].items()}
-    others = f"{floors['float']} us in {float_type}, {floors['int8 wherever possible']} us with int8 wherever possible"
-    start = f"Placement searched for {placement['gpu']}, {placement['builds']} engines built: "
-    if not placement["int8_layers"]:
-        noisy = any(decision["reason"].startswith("with it") for decision in placement["decisions"].values())
-        within = f" within {placement['limit_db']:g} dB" if noisy else ""
-        return [f"{start}int8 does not lower the roofline floor{within} (a floor, no measurement): {others}"]
-    return [
-        f"{start}{placement['int8_layers']} of {placement['layers']} layers in int8, outputs at "
-        f"{placement['sqnr_db']:.1f} dB; roofline floor (no measurement) {floors['placed']} us; {others}"
-    ]
 
 
 def search_placement(

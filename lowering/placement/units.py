@@ -15,7 +15,7 @@ from fx_passes.quantize.accuracy.layer_error import LayerError
 from fx_passes.quantize.annotation import Granularity, annotation_of, quantized_values
 from fx_passes.quantize.qconfig import QConfig
 from fx_passes.quantize.weights.layer import layer_of
-from lowering.placement.roofline import LAUNCH_US, Floor, Gpu, engine_floor, kernel_floors
+from lowering.roofline import LAUNCH_US, Floor, Gpu, engine_floor, kernel_floors
 
 if TYPE_CHECKING:
     from lowering.segment.program import AtenProgram

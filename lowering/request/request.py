@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lowering.request.inputs import CalibrationData, Example
 
 if TYPE_CHECKING:
-    from lowering.placement.search import PlacementSearch
+    from lowering.request.search import PlacementSearch
     from lowering.request.settings import Settings
 
 __all__ = ["Request"]

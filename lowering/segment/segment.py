@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from fx_passes.errors import InputError
 from lowering.segment.program import WriteBack
 
-__all__ = ["Segment", "simulating"]
+__all__ = ["Segment", "graph_of", "simulating"]
 
 _mode = threading.local()
 
@@ -85,3 +86,10 @@ class Segment(nn.Module):
                 hint="let the Python before it handle that case, for example by returning early",
             )
         return tuple(results)
+
+
+def graph_of(glue: GraphModule, name: str) -> GraphModule:
+    """The graph of segment `name`, before a backend takes its place."""
+    segment = glue.get_submodule(name)
+    assert isinstance(segment, GraphModule), f"{name} is a {type(segment).__name__}"
+    return segment

@@ -16,12 +16,12 @@ from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import Role, op_of
 from fx_passes.partition.partition import partition
 from fx_passes.partition.recording import record
-from lowering.backend import graph_of
 from lowering.records import Fallback
 from lowering.request.inputs import ShapeRange
 from lowering.request.probes import alike
 from lowering.segment.boundaries import Measured, measure
 from lowering.segment.program import AtenProgram
+from lowering.segment.segment import graph_of
 from lowering.segment.to_aten import to_aten
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowering.segment.segments import Segmented
     from lowering.trt.build.build import Engine
     from lowering.trt.build.layers import LayerReport
-    from lowering.trt.define.network import Network
+    from lowering.trt.define.definition import Network
     from lowering.trt.reference import ReferenceNetwork
 
 __all__ = ["TensorRTBackend"]

@@ -19,7 +19,7 @@ from torch import nn
 from fx_passes import wrap
 from fx_passes.errors import ArtifactError, LoweringError
 from lowering import load, lower_to_onnx, lower_to_trt
-from lowering.artifact.folder import described
+from lowering.artifact.load import described
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

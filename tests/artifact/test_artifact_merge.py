@@ -12,7 +12,8 @@ from torch import nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError
 from lowering import load, lower_to_onnx, lower_to_trt
-from lowering.artifact.folder import described, merge
+from lowering.artifact.load import described
+from lowering.artifact.merging import merge
 
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

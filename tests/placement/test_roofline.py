@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fx_passes.errors import InputError
-from lowering.placement.roofline import Gpu, engine_floor, gpu_named, gpus, kernel_floors, representative_gpu
+from lowering.roofline import Gpu, engine_floor, gpu_named, gpus, kernel_floors, representative_gpu
 
 MIB = 2**20
 # 1 byte a microsecond from DRAM, 4 from a cache of 100 bytes; 10 and 20 operations a microsecond.
@@ -124,7 +124,7 @@ DATA_CENTRE = {"A10", "L4", "L40S"}  # float32 accumulation at full rate, TF32 a
 
 @pytest.mark.parametrize("name", list(gpus()))
 def test_rates_are_those_of_the_architecture(name: str) -> None:
-    from lowering.placement.roofline import _data
+    from lowering.roofline import _data
 
     gpu, figures = gpus()[name], _data()["gpus"][name]
     clock = figures["sms"] * figures["sm_mhz"] * 1e6

@@ -23,9 +23,11 @@ from fx_passes.quantize.ranges.observers import MinMaxObserver
 from lowering import lower_to_trt
 from lowering.command.options import Target
 from lowering.compare import sqnr
-from lowering.placement.roofline import gpu_named
-from lowering.placement.search import PlacementSearch, placement_text, search_placement, widened
+from lowering.placement.search import search_placement, widened
 from lowering.placement.units import Unit, bearable
+from lowering.request.search import PlacementSearch
+from lowering.roofline import gpu_named
+from lowering.summary import placement_text
 from lowering.trt.build.layers import LayerReport
 
 IMAGES = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(0))

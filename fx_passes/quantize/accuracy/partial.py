@@ -20,7 +20,8 @@ from fx_passes.quantize.calibrate import arguments_of, calibrate
 from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
 from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
-from fx_passes.quantize.prepare import OBSERVER_PREFIX, fused_float, observers_of, prepare_calibration_fx
+from fx_passes.quantize.float_graph import fused_float
+from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of, prepare_calibration_fx
 from fx_passes.quantize.qconfig import QConfig
 
 __all__ = ["Errors", "PartlyQuantized", "errors", "run"]

@@ -23,6 +23,7 @@ from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.quantize.channels.groups import ChannelGroup, channel_groups, outputs_of
 from fx_passes.quantize.channels.scaling import ScaledLayer, scale_group, scaled_layers, usable
+from fx_passes.quantize.float_graph import fused_float
 from fx_passes.quantize.weights.parameters import set_parameters
 
 __all__ = ["equalize_fx"]
@@ -58,8 +59,6 @@ def equalize_fx(
         >>> equalize_fx(model).meta["equalize_report"]
         [('_0', "equalized with '_2'"), ('_2', "'output' reads them and is not scaled along")]
     """
-    from fx_passes.quantize.prepare import fused_float
-
     gm = copy_graph_module(fused_float(model, example_inputs))
     groups = channel_groups(gm, takes_part, clips=clips)
     open_groups = [group for group in groups if group.reason is None and group.readers]

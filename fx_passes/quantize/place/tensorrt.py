@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fx_passes.ops import Role
 from fx_passes.quantize.annotation import NO_TENSOR, Annotation
-from fx_passes.quantize.place.annotate import PlacementRules, Site, granularity_of, int8_product, refused_product
+from fx_passes.quantize.place.sites import PlacementRules, Site, granularity_of, int8_product, refused_product
 from fx_passes.quantize.scheme import SCHEMES
 
 __all__ = ["place_inputs"]

@@ -17,7 +17,8 @@ from lowering.trt.bindings import BuilderLog, collect_log, has, trt, version
 from lowering.trt.build.cache import EngineCache, engine_key
 from lowering.trt.build.capabilities import offered, resolve_capabilities
 from lowering.trt.build.layers import LayerReport, layer_report
-from lowering.trt.define.network import Network, build_network
+from lowering.trt.define.network import build_network
+from lowering.trt.define.definition import Network
 from lowering.trt.build.progress import progress_monitor, run_cancellable, wants_bar
 from lowering.trt.build.targets import EngineTarget
 from lowering.trt.build.terminal import quiet_stderr, terminal

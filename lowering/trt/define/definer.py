@@ -20,7 +20,7 @@ from lowering.trt.define.nodes import MAX_RANK, filled, foreign, general_reason,
 from lowering.trt.define.registry import Converter, bind, converter_for
 
 if TYPE_CHECKING:
-    from lowering.trt.define.network import Network, Profile, Program
+    from lowering.trt.define.definition import Network, Profile, Program
 
 __all__ = ["Definer"]
 

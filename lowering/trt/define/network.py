@@ -12,9 +12,7 @@ their dequantize layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -23,58 +21,11 @@ from fx_passes.errors import BuildError
 from lowering.trt.bindings import BuilderLog, collect_log, logger, trt
 from lowering.trt.bindings import flavour as current_flavour
 from lowering.trt.define.definer import Definer
+from lowering.trt.define.definition import Network, Profile, Program
 
-__all__ = ["Network", "Profile", "build_network", "supports"]
+__all__ = ["build_network", "supports"]
 
 aten = torch.ops.aten
-Profile = Mapping[str, tuple[Sequence[int], Sequence[int], Sequence[int]]]
-
-
-class Program(Protocol):
-    """What is read of `lowering.segment.program.AtenProgram`."""
-
-    exported: Any
-    inputs: list[Any]
-    outputs: list[str]
-
-    def constant(self, node: Node) -> torch.Tensor | None: ...
-
-    def constant_name(self, node: Node) -> str | None: ...
-
-
-@dataclass
-class Network:
-    """A finished network definition and everything that must live as long as it does.
-
-    Attributes:
-        name: the network's name, part of the engine's bytes.
-        definition: the `INetworkDefinition`.
-        builder: the `Builder` that made it.
-        kept: host tensors that the definition points into; mutating them would change the engine.
-        log: what TensorRT said while it was defined.
-        inputs: the program's `TensorSpec`s.
-        outputs: output names, in order.
-        profiles: per optimization profile, input name -> (min, opt, max) shapes; empty when all is static.
-        tensors: aten node name -> name of the network tensor that holds its value.
-        unsupported: aten node -> reason; filled by `supports` only.
-        flavour: "rtx" or "tensorrt".
-        program: what it was made from.
-        quantized: whether it has quantize or dequantize layers.
-    """
-
-    name: str
-    definition: Any
-    builder: Any
-    log: BuilderLog
-    inputs: list[Any]
-    outputs: list[str]
-    flavour: str
-    program: Program | None = None
-    quantized: bool = False
-    kept: list[torch.Tensor] = field(default_factory=list)
-    profiles: list[Profile] = field(default_factory=list)
-    tensors: dict[str, str] = field(default_factory=dict)
-    unsupported: dict[Node, str] = field(default_factory=dict)
 
 
 def build_network(

@@ -12,7 +12,7 @@ from torch.fx import Node
 from lowering.trt.bindings import has_dtype
 
 if TYPE_CHECKING:
-    from lowering.trt.define.network import Program
+    from lowering.trt.define.definition import Program
 
 __all__ = ["MAX_RANK", "filled", "foreign", "general_reason", "is_run_time", "label_of", "op_name"]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from lowering.trt.define.net import Net
-
 __all__ = ["Scalar"]
+
+
+class Arithmetic(Protocol):
+    """What a scalar asks of its network: a layer that computes with numbers."""
+
+    def scalar_op(self, op: str, a: Any, b: Any, dtype: torch.dtype | None = None) -> Any: ...
 
 
 class Scalar:
@@ -20,14 +23,14 @@ class Scalar:
     two scalars are equal only if they are the same object.
 
     Attributes:
-        net: the network it belongs to.
+        net: the network it belongs to, a `Net`.
         tensor: int64, float32 or bool tensor of shape (1,).
         dtype: torch dtype of `tensor`.
     """
 
     __slots__ = ("dtype", "net", "tensor")
 
-    def __init__(self, net: Net, tensor: Any, dtype: torch.dtype = torch.int64):
+    def __init__(self, net: Arithmetic, tensor: Any, dtype: torch.dtype = torch.int64):
         self.net, self.tensor, self.dtype = net, tensor, dtype
 
     def __add__(self, other: Any) -> Any:

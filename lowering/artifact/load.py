@@ -1,79 +1,30 @@
-"""A lowered module as a folder: plain engine or ONNX files, safetensors, JSON. No pickle; nothing in it is imported.
-
-manifest.json             format version, glue graph, lowered children, shapes, versions, SHA-256 of every other file
-segment_0.engine | .onnx  (or named like the child, backbone.engine) as `trtexec` or ONNX Runtime take it
-segment_0.network.json, segment_0.network.safetensors    the TensorRT network, for `simulate`
-state.safetensors         tensors that the glue graph, stateful segments and a model that stays Python hold
-summary.txt, report.json  for people and for scripts; `load` does not read them
-"""
+"""A saved artifact read back: every file checked, every name and type looked at before anything is made of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from fx_passes.errors import ArtifactError, LoweringError
-from lowering.artifact.children import checked_children, children_from_plain, children_to_plain, supplied_model
-from lowering.artifact.files import FORMAT, MANIFEST, check_files, parse_json, read_manifest, write_json, writing
-from lowering.artifact.glue import glue_from_plain, glue_to_plain
+from lowering.artifact.children import checked_children, children_from_plain, supplied_model
+from lowering.artifact.files import STATE, check_files, parse_json, read_manifest
+from lowering.artifact.glue import glue_from_plain
 from lowering.artifact.glue_checks import check_nodes
 from lowering.artifact.glue_values import structures_named
-from lowering.artifact.merging import merge
 from lowering.artifact.schema import checked
 from lowering.children.lowered import WithChildren
 from lowering.module import LoweredModule
 from lowering.records import Fallback, OpRow, SegmentInfo
 from lowering.segment.segment import Segment
 
-__all__ = ["FORMAT", "MANIFEST", "described", "load", "merge", "save"]
+__all__ = ["described", "load"]
 
-_STATE = "state.safetensors"
 _SEGMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
-
-
-def save(lowered: LoweredModule, folder: str | Path, *, include_network: bool = True) -> Path:
-    """Write `lowered` into `folder`; see `LoweredModule.save`."""
-    folder = Path(folder)
-    with writing(folder) as write:
-        segments = []
-        for segment, info in zip(lowered.backend_segments(), lowered.segments, strict=True):
-            for name, writer in segment.backend.artifact_files(info.name, include_network=include_network).items():
-                write(name, writer)
-            segments.append(_segment_to_plain(segment, info, include_network))
-        glue = children = None
-        state: dict[str, Tensor] = {}
-        module = lowered.glue
-        if isinstance(module, WithChildren):
-            children, state = children_to_plain(module)
-            module = module.module
-        if isinstance(module, GraphModule):  # else the model itself, which is the caller's
-            glue, tensors = glue_to_plain(module)
-            state |= tensors
-        for segment in lowered.backend_segments():
-            for fqn, value in zip(segment.buffer_names, segment.state(), strict=True):
-                state[f"{segment.name}:{fqn}"] = value
-        if state:
-            tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-            write(_STATE, lambda path: save_file(tensors, path))
-        write("summary.txt", lambda path: path.write_text(lowered.summary(), encoding="utf-8"))
-        write("report.json", lambda path: write_json(path, lowered.report()))
-        manifest = {
-            "format": FORMAT,
-            "details": lowered.details,
-            "glue": glue,
-            "children": children,
-            "segments": segments,
-            "fallbacks": [asdict(f) for f in lowered.fallbacks],
-        }
-        write.finish(manifest)
-    return folder
 
 
 def load(
@@ -97,7 +48,7 @@ def load(
     check_files(folder, manifest["files"])
     try:
         _check_supplied(_checked_nodes(manifest), fallbacks or {})
-        state = load_file(folder / _STATE) if _STATE in manifest["files"] else {}
+        state = load_file(folder / STATE) if STATE in manifest["files"] else {}
         plain_segments = checked(manifest.get("segments"), list, "the list of segments")
         segments = [_segment_from_plain(folder, plain, state, manifest["files"]) for plain in plain_segments]
         by_name = {segment.name: segment for segment, _ in segments}
@@ -171,15 +122,6 @@ def described(folder: str | Path) -> tuple[str, dict[str, Any]]:
         raise ArtifactError(f"{folder.name} has no readable summary and report: {error!r}") from error
 
 
-def _segment_to_plain(segment: Segment, info: SegmentInfo, include_network: bool) -> dict[str, Any]:
-    return {
-        "info": info.as_dict(),
-        "backend": segment.backend.artifact_record(include_network=include_network),
-        "writebacks": [asdict(w) for w in segment.writebacks],
-        "buffers": segment.buffer_names,
-    }
-
-
 def _segment_from_plain(
     folder: Path, plain: dict[str, Any], state: dict[str, Tensor], files: dict[str, Any]
 ) -> tuple[Segment, SegmentInfo]:
@@ -194,7 +136,7 @@ def _segment_from_plain(
     kind = record.get("kind")
     backend_class: Any
     if kind == "onnx":
-        from lowering.onnx.model import runtime_class
+        from lowering.onnx.runtimes import runtime_class
 
         backend_class = runtime_class(checked(record.get("runtime"), str, f"the runtime of {info.name}"))
     elif kind == "tensorrt":

@@ -83,7 +83,7 @@ class Floor:
 
 @cache
 def _data() -> dict[str, Any]:
-    return json.loads(resources.files("lowering.placement").joinpath("gpus.json").read_text(encoding="utf-8"))
+    return json.loads(resources.files("lowering").joinpath("gpus.json").read_text(encoding="utf-8"))
 
 
 @cache
