@@ -37,7 +37,7 @@ from lowering.segment.program import AtenProgram
 from lowering.segment.segments import Segmented, segmented
 from lowering.segment.to_aten import cast_float_part
 from lowering.trt.backend import TensorRTBackend
-from lowering.trt.build.build import build_engine
+from lowering.trt.builder.build import build_engine
 from lowering.trt.define.network import build_network
 from lowering.trt.reference import ReferenceNetwork, read_network
 from lowering.trt.reference.parser import network_from_onnx

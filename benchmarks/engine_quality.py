@@ -38,8 +38,8 @@ from lowering.request.settings import Settings
 from lowering.roofline import engine_floor, gpu_named
 from lowering.trt.backend import TensorRTBackend
 from lowering.trt.bindings import BuilderLog, collect_log, flavour, logger, trt
-from lowering.trt.build.build import build_engine
-from lowering.trt.build.layers import LayerReport
+from lowering.trt.builder.build import build_engine
+from lowering.trt.builder.layers import LayerReport
 from lowering.trt.define.definition import Network
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from trt_checks import lower
 
-from lowering.trt.build import build as build_module
-from lowering.trt.build import progress as progress_module
-from lowering.trt.build.build import build_engine
-from lowering.trt.build.progress import run_cancellable
+from lowering.trt.builder import build as build_module
+from lowering.trt.builder import progress as progress_module
+from lowering.trt.builder.build import build_engine
+from lowering.trt.builder.progress import run_cancellable
 
 IMAGE = torch.randn(1, 3, 8, 8)
 

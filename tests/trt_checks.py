@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from lowering.segment.program import AtenProgram, TensorSpec
 from lowering.segment.to_aten import to_aten
-from lowering.trt.build.build import build_engine
+from lowering.trt.builder.build import build_engine
 from lowering.trt.define.definition import Network
 from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network

@@ -19,7 +19,7 @@ from lowering.roofline import LAUNCH_US, Floor, Gpu, engine_floor, kernel_floors
 
 if TYPE_CHECKING:
     from lowering.segment.program import AtenProgram
-    from lowering.trt.build.layers import LayerReport
+    from lowering.trt.builder.layers import LayerReport
 
 __all__ = [
     "Choice",

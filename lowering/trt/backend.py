@@ -20,8 +20,8 @@ from lowering.summary import precision_text
 if TYPE_CHECKING:
     from lowering.segment.program import AtenProgram
     from lowering.segment.segments import Segmented
-    from lowering.trt.build.build import Engine
-    from lowering.trt.build.layers import LayerReport
+    from lowering.trt.builder.build import Engine
+    from lowering.trt.builder.layers import LayerReport
     from lowering.trt.define.definition import Network
     from lowering.trt.reference import ReferenceNetwork
 
@@ -46,7 +46,7 @@ class TensorRTBackend:
 
     def __init__(self, precision: str, compute_capabilities: Iterable[str | float] | str | None, settings: Settings):
         from lowering.trt import bindings
-        from lowering.trt.build.capabilities import resolve_capabilities
+        from lowering.trt.builder.capabilities import resolve_capabilities
 
         self.precision, self.settings = precision, settings
         self.flavour = bindings.flavour()
@@ -97,7 +97,7 @@ class TensorRTBackend:
 
     def listing(self, name: str, program: AtenProgram) -> LayerReport:
         """The kernels of a program's engine, static at its opt shapes."""
-        from lowering.trt.build.build import build_engine
+        from lowering.trt.builder.build import build_engine
         from lowering.trt.define.network import build_network
 
         network = self._define(program, name)
@@ -122,7 +122,7 @@ class TensorRTBackend:
         return self._engine(network, reference), reference
 
     def _engine(self, network: Network, reference: ReferenceNetwork | None = None) -> Engine:
-        from lowering.trt.build.build import build_engine
+        from lowering.trt.builder.build import build_engine
 
         return build_engine(
             network, compute_capabilities=self.capabilities, settings=self.settings, reference=reference

@@ -28,7 +28,7 @@ from lowering.placement.units import Unit, bearable
 from lowering.request.search import PlacementSearch
 from lowering.roofline import gpu_named
 from lowering.summary import placement_text
-from lowering.trt.build.layers import LayerReport
+from lowering.trt.builder.layers import LayerReport
 
 IMAGES = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(0))
 # Little bandwidth: 2.4 MB of weights take 8.7 us from its memory in int8, and twice that in fp16; a launch takes 2 us.

@@ -19,11 +19,11 @@ from trt_checks import assert_same, aten_program, eager, lower
 from fx_passes.errors import BackendUnavailableError, BuildError, InputError, UnsupportedOpError
 from lowering.segment.program import TensorSpec
 from lowering.trt import bindings
-from lowering.trt.build import build as build_module
-from lowering.trt.build import capabilities
-from lowering.trt.build.build import BuildOptions, build_engine
-from lowering.trt.build.progress import progress_monitor, run_cancellable
-from lowering.trt.build.terminal import quiet_stderr, terminal
+from lowering.trt.builder import build as build_module
+from lowering.trt.builder import capabilities
+from lowering.trt.builder.build import BuildOptions, build_engine
+from lowering.trt.builder.progress import progress_monitor, run_cancellable
+from lowering.trt.builder.terminal import quiet_stderr, terminal
 from lowering.trt.define.network import build_network, supports
 from lowering.trt.reference import read_network
 

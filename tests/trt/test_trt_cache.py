@@ -16,9 +16,9 @@ from trt_checks import aten_program, lower
 
 from lowering import lower_to_trt
 from lowering.files import TEMPORARY, replace_file
-from lowering.trt.build import build, timing_cache
-from lowering.trt.build.build import BuildOptions, build_engine
-from lowering.trt.build.cache import EngineCache, engine_key, network_digest
+from lowering.trt.builder import build, timing_cache
+from lowering.trt.builder.build import BuildOptions, build_engine
+from lowering.trt.builder.cache import EngineCache, engine_key, network_digest
 from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network
 

@@ -17,8 +17,8 @@ from trt_fake import FakeCapturer, FakeEngine, FakeStreams, Range, fake_module
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError, LoweringError
 from lowering.trt import bindings
-from lowering.trt.build.build import build_engine
-from lowering.trt.build.targets import EngineTarget, fitting
+from lowering.trt.builder.build import build_engine
+from lowering.trt.builder.targets import EngineTarget, fitting
 from lowering.trt.define.network import build_network
 from lowering.trt.reference import read_network
 from lowering.trt.run import engine as engine_module

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from trt_checks import aten_program, lower
 
-from lowering.trt.build.build import build_engine
-from lowering.trt.build.layers import Layer, first_profile, layer_report, parse_layers
+from lowering.trt.builder.build import build_engine
+from lowering.trt.builder.layers import Layer, first_profile, layer_report, parse_layers
 from lowering.trt.define.network import build_network
 
 

@@ -44,10 +44,10 @@ RECEIVERS = {
     "definition": "INetworkDefinition",
 }
 CALLERS = (
-    "trt/build/build.py",
+    "trt/builder/build.py",
     "trt/run/runtime.py",
     "trt/run/graphs.py",
-    "trt/build/timing_cache.py",
+    "trt/builder/timing_cache.py",
     "trt/define/network.py",
     "tensorrt_file.py",
 )

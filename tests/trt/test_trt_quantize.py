@@ -10,7 +10,7 @@ from trt_checks import Case, assert_same, aten_program, check, eager, lower
 
 from fx_passes.errors import InputError, UnsupportedOpError
 from fx_passes.quantize.decomposed import decomposed
-from lowering.trt.build.build import build_engine
+from lowering.trt.builder.build import build_engine
 from lowering.trt.define.network import supports
 from lowering.trt.reference import read_network
 

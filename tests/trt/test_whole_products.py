@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trt_checks import aten_program
 
 from lowering.segment.to_aten import cast_float_part
-from lowering.trt.build.build import build_engine
+from lowering.trt.builder.build import build_engine
 from lowering.trt.define.network import build_network
 from lowering.trt.define.whole_products import keep_products_whole
 

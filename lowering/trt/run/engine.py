@@ -16,8 +16,8 @@ from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError
 from lowering.artifact.schema import checked, lists, spec_from_plain, spec_to_plain
 from lowering.segment.program import TensorSpec
 from lowering.trt import bindings
-from lowering.trt.build.build import Engine
-from lowering.trt.build.targets import EngineTarget, fitting
+from lowering.trt.builder.build import Engine
+from lowering.trt.builder.targets import EngineTarget, fitting
 from lowering.trt.reference import ReferenceNetwork, store
 from lowering.trt.run.graphs import GraphedRunner, TorchCapturer
 from lowering.trt.run.runtime import EngineRunner, TorchStreams

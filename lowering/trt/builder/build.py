@@ -14,15 +14,15 @@ import torch
 
 from fx_passes.errors import BuildError, InputError
 from lowering.trt.bindings import BuilderLog, collect_log, has, trt, version
-from lowering.trt.build.cache import EngineCache, engine_key
-from lowering.trt.build.capabilities import offered, resolve_capabilities
-from lowering.trt.build.layers import LayerReport, layer_report
-from lowering.trt.define.network import build_network
+from lowering.trt.builder.cache import EngineCache, engine_key
+from lowering.trt.builder.capabilities import offered, resolve_capabilities
+from lowering.trt.builder.layers import LayerReport, layer_report
+from lowering.trt.builder.progress import progress_monitor, run_cancellable, wants_bar
+from lowering.trt.builder.targets import EngineTarget
+from lowering.trt.builder.terminal import quiet_stderr, terminal
+from lowering.trt.builder.timing_cache import keep_timings, use_timings
 from lowering.trt.define.definition import Network
-from lowering.trt.build.progress import progress_monitor, run_cancellable, wants_bar
-from lowering.trt.build.targets import EngineTarget
-from lowering.trt.build.terminal import quiet_stderr, terminal
-from lowering.trt.build.timing_cache import keep_timings, use_timings
+from lowering.trt.define.network import build_network
 
 if TYPE_CHECKING:
     from lowering.trt.reference import ReferenceNetwork
