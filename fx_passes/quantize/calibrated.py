@@ -11,7 +11,8 @@ from fx_passes.errors import StageError
 from fx_passes.graph.module import copy_graph_module
 from fx_passes.quantize.annotation import annotation_of, as_float, quantized_values
 from fx_passes.quantize.channels.smooth import smooth
-from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of
+from fx_passes.quantize.insertion import place_of
+from fx_passes.quantize.prepare import OBSERVERS, observers_of
 from fx_passes.quantize.scheme import affine_qparams, target_scheme
 
 __all__ = ["Found", "float_reference", "leave_float", "rounded_to_nearest", "without_observers"]
@@ -66,7 +67,7 @@ def without_observers(prepared: GraphModule) -> tuple[GraphModule, Found]:
     gm = copy_graph_module(prepared)
     observers = observers_of(gm)
     for name in observers:
-        for node in gm.graph.find_nodes(op="call_module", target=f"{OBSERVER_PREFIX}.{name}"):
+        for node in gm.graph.find_nodes(op="call_module", target=place_of(gm, OBSERVERS, name)):
             node.replace_all_uses_with(node.all_input_nodes[0])
             gm.graph.erase_node(node)
     leave_float(gm.graph, {name: o.seen_type for name, o in observers.items() if o.seen_type is not None})

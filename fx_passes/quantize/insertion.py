@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,42 @@ from torch.utils import _pytree as pytree
 from fx_passes.graph.module import set_submodule
 from fx_passes.graph.node_meta import inherit_meta
 
-__all__ = ["insert_module", "insertion_point", "record_example"]
+__all__ = ["claim", "insert_module", "insertion_point", "place_of", "placed_for", "record_example"]
+
+# Of a container: a child of such a name would be out of reach, or stand in the way of what torch calls.
+_TAKEN = frozenset(dir(nn.Module()))
+_SUFFIX = "_value"
+
+
+def claim(gm: GraphModule, container: str) -> None:
+    """Let the modules of `container` be kept under this name, or under the next one that the model does not have."""
+    names = itertools.chain([container], (f"{container}_{i}" for i in itertools.count(1)))
+    taken = {*dir(type(gm)), *gm._modules, *gm._parameters, *gm._buffers}
+    gm.meta[container] = next(name for name in names if name not in taken)
+
+
+def place_of(gm: GraphModule, container: str, name: str) -> str:
+    """The path in `container` of the module for the node of this name: "observers.conv".
+
+    It ends in the node's own name, so that checkpoints say what they are about, unless that is one like "to".
+    """
+    return f"{gm.meta.get(container, container)}.{name}{_SUFFIX if _is_taken(name) else ''}"
+
+
+def placed_for(gm: GraphModule, container: str, node: Node) -> str | None:
+    """The name of the node that the module called by `node` is for; None if it is none of `container`."""
+    prefix = f"{gm.meta.get(container, container)}."
+    if node.op != "call_module" or not str(node.target).startswith(prefix):
+        return None
+    name = str(node.target).removeprefix(prefix)
+    return name.removesuffix(_SUFFIX) if _is_taken(name) else name
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a node of this name is stored under another, or is one that another would be stored under."""
+    while name not in _TAKEN and name.endswith(_SUFFIX):
+        name = name.removesuffix(_SUFFIX)
+    return name in _TAKEN
 
 
 def record_example(gm: GraphModule, example_inputs: Any) -> None:

@@ -16,7 +16,7 @@ from fx_passes.quantize.channels.bias import channel_axes
 from fx_passes.quantize.channels.equalize import equalize_fx
 from fx_passes.quantize.channels.smooth import smoothed_values
 from fx_passes.quantize.float_graph import fused_float
-from fx_passes.quantize.insertion import insert_module, record_example
+from fx_passes.quantize.insertion import claim, insert_module, place_of, placed_for, record_example
 from fx_passes.quantize.place.annotate import annotate
 from fx_passes.quantize.qat.prepare import prepare_qat_fx
 from fx_passes.quantize.qconfig import QConfig
@@ -25,14 +25,14 @@ from fx_passes.quantize.ranges.observers import Observer
 from fx_passes.quantize.scheme import target_scheme
 
 __all__ = [
-    "OBSERVER_PREFIX",
+    "OBSERVERS",
     "observers_of",
     "prepare_calibration_fx",
     "prepare_qat_fx",
     "record_example",
 ]
 
-OBSERVER_PREFIX = "observers"
+OBSERVERS = "observers"
 DEFAULT_OBSERVER = "minmax"
 
 
@@ -71,6 +71,7 @@ def prepare_calibration_fx(
     scheme = target_scheme(target)
     fused, config = _attention_written_out(fused_float(model, example_inputs), QConfig.of(qconfig))
     gm = annotate(_equalized(fused, target, config), target, config)
+    claim(gm, OBSERVERS)
     axes, smoothed = channel_axes(gm), smoothed_values(gm)
     for value in quantized_values(gm.graph):
         if value.scale_of is value.node:
@@ -79,7 +80,7 @@ def prepare_calibration_fx(
             if value.node.name in smoothed:
                 observer.channel_axis = smoothed[value.node.name]
                 observer.channel_statistics |= {"low"}
-            insert_module(gm, value.node, value.readers, f"{OBSERVER_PREFIX}.{value.node.name}", observer)
+            insert_module(gm, value.node, value.readers, place_of(gm, OBSERVERS, value.node.name), observer)
     gm.graph.lint()
     gm.recompile()
     gm.meta["stage"] = "prepared"
@@ -113,7 +114,7 @@ def _equalized(fused: GraphModule, target: str, config: QConfig) -> GraphModule:
 def observers_of(gm: GraphModule) -> dict[str, Observer]:
     """The observers of a prepared module by the name of the node that they watch."""
     return {
-        str(node.target).removeprefix(f"{OBSERVER_PREFIX}."): gm.get_submodule(str(node.target))  # type: ignore[misc]
+        name: gm.get_submodule(str(node.target))  # type: ignore[misc]
         for node in gm.graph.nodes
-        if node.op == "call_module" and str(node.target).startswith(f"{OBSERVER_PREFIX}.")
+        if (name := placed_for(gm, OBSERVERS, node)) is not None
     }

@@ -21,7 +21,8 @@ from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
 from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize
 from fx_passes.quantize.float_graph import fused_float
-from fx_passes.quantize.prepare import OBSERVER_PREFIX, observers_of, prepare_calibration_fx
+from fx_passes.quantize.insertion import place_of
+from fx_passes.quantize.prepare import OBSERVERS, observers_of, prepare_calibration_fx
 from fx_passes.quantize.qconfig import QConfig
 
 __all__ = ["Errors", "PartlyQuantized", "errors", "run"]
@@ -101,7 +102,7 @@ class PartlyQuantized:
         known, wanted = observers_of(self.prepared), observers_of(prepared)
         if wanted.keys() <= known.keys():
             for name in wanted:
-                set_submodule(prepared, f"{OBSERVER_PREFIX}.{name}", copy.deepcopy(known[name]))
+                set_submodule(prepared, place_of(prepared, OBSERVERS, name), copy.deepcopy(known[name]))
         else:
             calibrate(prepared, self.calibration)
         return convert_fx(prepared if learn else rounded_to_nearest(prepared), self.calibration)

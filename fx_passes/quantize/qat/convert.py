@@ -10,8 +10,9 @@ from torch.fx import GraphModule, Node
 from fx_passes.graph.module import copy_graph_module, set_buffer, set_submodule
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.quantize.calibrated import Found, leave_float
+from fx_passes.quantize.insertion import placed_for
 from fx_passes.quantize.qat.layer import QatLayer
-from fx_passes.quantize.qat.prepare import FAKE_PREFIX, LAYER_PREFIX
+from fx_passes.quantize.qat.prepare import FAKES, LAYERS
 from fx_passes.quantize.ranges.fake_quant import FakeQuantize
 
 __all__ = ["without_fake_quantization"]
@@ -29,7 +30,7 @@ def without_fake_quantization(qat: GraphModule) -> tuple[GraphModule, Found]:
     gm = copy_graph_module(qat)
     learned = {}
     for node in list(gm.graph.nodes):
-        if node.op == "call_module" and str(node.target).startswith(f"{LAYER_PREFIX}."):
+        if placed_for(gm, LAYERS, node) is not None:
             module: Any = gm.get_submodule(str(node.target))
             if module.step is not None:
                 learned[node.name] = module.step.detach().abs()
@@ -48,8 +49,8 @@ def without_fake_quantization(qat: GraphModule) -> tuple[GraphModule, Found]:
 def _remove_fakes(gm: GraphModule) -> dict[str, FakeQuantize]:
     fakes = {}
     for node in list(gm.graph.nodes):
-        if node.op == "call_module" and str(node.target).startswith(f"{FAKE_PREFIX}."):
-            fakes[str(node.target).removeprefix(f"{FAKE_PREFIX}.")] = gm.get_submodule(str(node.target))
+        if (name := placed_for(gm, FAKES, node)) is not None:
+            fakes[name] = gm.get_submodule(str(node.target))
             node.replace_all_uses_with(node.all_input_nodes[0])
             gm.graph.erase_node(node)
     return fakes  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from fx_passes.graph.module import set_submodule
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import bind, module_of, op_of
 from fx_passes.quantize.annotation import QuantizedValue, annotation_of, quantized_values
-from fx_passes.quantize.insertion import insert_module, record_example
+from fx_passes.quantize.insertion import claim, insert_module, place_of, record_example
 from fx_passes.quantize.place.annotate import annotate
 from fx_passes.quantize.qat.layer import QatLayer
 from fx_passes.quantize.qconfig import QConfig
@@ -25,8 +25,8 @@ from fx_passes.quantize.scheme import target_scheme
 from fx_passes.quantize.weights.layer import Layer, layer_of
 
 __all__ = [
-    "FAKE_PREFIX",
-    "LAYER_PREFIX",
+    "FAKES",
+    "LAYERS",
     "float_state_dict",
     "freeze_batch_norm",
     "freeze_ranges",
@@ -34,7 +34,7 @@ __all__ = [
     "set_qat_state",
 ]
 
-FAKE_PREFIX, LAYER_PREFIX = "fake_quantizers", "qat_layers"
+FAKES, LAYERS = "fake_quantizers", "qat_layers"
 _STATES = ("calibrate", "train", "validate")
 _DEFAULT_OBSERVER = "running"
 
@@ -89,6 +89,8 @@ def prepare_qat_fx(
     _check_options(fused, config)
     deployed = annotate(fused, target, config)
     values = quantized_values(deployed.graph)
+    for container in (FAKES, LAYERS):
+        claim(gm, container)
     plan = _Plan(gm, deployed)
     fakes = {
         value.node.name: FakeQuantize(
@@ -155,7 +157,8 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> None:
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of a QAT module without what quantization added: it loads into the float model."""
-    added = (f"{FAKE_PREFIX}.", f"{LAYER_PREFIX}.")
+    meta: dict[str, Any] = getattr(model, "meta", {})
+    added = tuple(f"{meta.get(container, container)}." for container in (FAKES, LAYERS))
     return {key: value for key, value in model.state_dict().items() if not key.startswith(added)}
 
 
@@ -239,7 +242,7 @@ class _Plan:
                 if self._before(source).name == value.node.name:
                     sources.setdefault(source, []).append(reader)
         for source, its_readers in sources.items():
-            insert_module(self.gm, source, its_readers, f"{FAKE_PREFIX}.{value.node.name}", fake)
+            insert_module(self.gm, source, its_readers, place_of(self.gm, FAKES, value.node.name), fake)
 
     def _before(self, node: Node) -> Node:
         while node in self.gone:
@@ -278,10 +281,10 @@ def _make_layer(gm: GraphModule, node: Node, norm: Node | None, scheme: Any, lea
     with gm.graph.inserting_before(node):
         weight, bias = _parameters(node, layer)
         statistics = None if norm is None else _norm_tensors(norm)
-    path = f"{LAYER_PREFIX}.{node.name}"
+    path = place_of(gm, LAYERS, node.name)
     twin = _first_call(node) if norm is None else node
     if twin is not node:
-        path = f"{LAYER_PREFIX}.{twin.name}"  # one weight has one scale
+        path = place_of(gm, LAYERS, twin.name)  # one weight has one scale
     else:
         set_submodule(gm, path, module)
     node.op, node.target = "call_module", path
@@ -343,4 +346,4 @@ def _pass_input_scales(gm: GraphModule, deployed: GraphModule, values: list[Quan
         if name is not None:
             node = by_name[there.name]
             with gm.graph.inserting_before(node):
-                node.args = (*node.args[:4], _attribute(node, f"{FAKE_PREFIX}.{name}.scale"))
+                node.args = (*node.args[:4], _attribute(node, f"{place_of(gm, FAKES, name)}.scale"))
