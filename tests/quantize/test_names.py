@@ -1,4 +1,4 @@
-"""Values and submodules may have any name: those of torch's own methods, and those that this package gives its parts."""
+"""Values and submodules may have any name: those of torch's own methods, and those that this package gives parts."""
 
 from __future__ import annotations
 
