@@ -6,6 +6,7 @@ a call of that layer again, so that folding and quantizing give what they give f
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from fx_passes.capture.patching import activate
 from fx_passes.capture.quiet import quiet_torch
 from fx_passes.capture.sources import failure_reason, traced_source
 from fx_passes.capture.state import restored_state
+from fx_passes.capture.tensor_indices import TensorIndices
 from fx_passes.capture.wrap import records, wrapped_calls
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.graph.copies import copied_inputs
@@ -111,6 +113,13 @@ def _refuse_wrapped_calls(model: nn.Module, plan: ArgumentPlan) -> None:
         CaptureError: there is such a call, or the model fails.
     """
     call = plan.call()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with TensorIndices():
+            return forward(*args, **kwargs)
+
     with restored_state(model), torch.random.fork_rng(devices=[]), torch.no_grad(), wrapped_calls(model):
         try:
             with activate(_Guard()):  # type: ignore[arg-type]
@@ -127,7 +136,15 @@ def _refuse_wrapped_calls(model: nn.Module, plan: ArgumentPlan) -> None:
 
 def _export(model: nn.Module, plan: ArgumentPlan, varying: Sequence[frozenset[int]] | None) -> ExportedProgram:
     call = plan.call()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with TensorIndices():
+            return forward(*args, **kwargs)
+
     with restored_state(model), torch.random.fork_rng(devices=[]), quiet_torch(stack_traces=True), torch.no_grad():
+        model.forward = traced
         try:
             return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying), strict=False)
         except Exception as error:

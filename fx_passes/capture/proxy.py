@@ -54,6 +54,12 @@ class TracedValue(Proxy):
             return self.tracer.iter(self)
         return iter([self[i] for i in range(count)])
 
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, list) and self.tracer.is_instance(self, tuple):
+            other.extend(self)  # `parts += tuple`: a list and a tuple have no sum
+            return other
+        return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
+
     def __len__(self) -> int:
         return self.tracer.length(self)
 

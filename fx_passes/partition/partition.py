@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from fx_passes.capture.example_values import check_branch
 from fx_passes.capture.state import restored_state
 from fx_passes.errors import LoweringError
 from fx_passes.graph.copies import copied_inputs
@@ -99,9 +100,11 @@ class _Builder:
             for node in self.plan.glue_at(stage):
                 self._emit(node)
             nodes = self.plan.segment_at(stage)
-            if nodes:
+            outputs = self._outputs(nodes)
+            if outputs or any(self.plan.recording.writes[node] for node in nodes):
                 name = f"segment_{len(segments)}"
-                segments[name] = self._call_segment(name, nodes)
+                segments[name] = self._call_segment(name, nodes, outputs)
+            self._name_again(nodes)
         result = self.graph.node_copy(self.output_node, self._in_glue)
         result.meta = dict(self.output_node.meta)
         self.glue.graph = self.graph
@@ -137,7 +140,25 @@ class _Builder:
 
     # -- segments ----------------------------------------------------------------------------------------------
 
-    def _call_segment(self, name: str, nodes: list[Node]) -> GraphModule:
+    def _outputs(self, nodes: list[Node]) -> list[Node]:
+        """What a segment of these nodes gives; nothing where they only hand their inputs on."""
+        members = set(nodes)
+        outputs: list[Node] = []
+        for node in nodes:
+            if node in self.needed_outside:
+                twin = self._twin(node, members)
+                if twin in members and twin not in outputs:
+                    outputs.append(twin)
+        return outputs
+
+    def _name_again(self, nodes: list[Node]) -> None:
+        """The tensors that a segment's nodes give a second time, or hand on from its inputs."""
+        members = set(nodes)
+        for node in nodes:
+            if node in self.needed_outside and node not in self.env:
+                self.env[node] = self._in_glue(self._twin(node, members))
+
+    def _call_segment(self, name: str, nodes: list[Node], outputs: list[Node]) -> GraphModule:
         graph = Graph(tracer_cls=self.gm.graph._tracer_cls)
         inside: dict[Node, Node] = {}
         inputs: list[Node] = []
@@ -162,16 +183,9 @@ class _Builder:
         for node in nodes:
             inside[node] = graph.node_copy(node, value)
         graph.erase_node(start)
-        members = set(nodes)
-        outputs: list[Node] = []
-        for node in nodes:
-            if node in self.needed_outside:
-                twin = self._twin(node, members)
-                if twin in members and twin not in outputs:
-                    outputs.append(twin)
         pieces = [piece for node in outputs for piece in self._pieces(graph, inside[node], node)]
         graph.output(tuple(pieces))
-        self._emit_segment(name, inputs, nodes, outputs, members)
+        self._emit_segment(name, inputs, outputs)
         segment = GraphModule(self.gm, graph, class_name=name.capitalize())
         segment.meta = dict(self.gm.meta)
         segment.graph.lint()
@@ -188,6 +202,10 @@ class _Builder:
         container = self.plan.recording.containers.get(node)
         if container is None:
             return [new]
+        if self.plan.may_have_more_parts(node):
+            length = graph.call_function(len, (new,))
+            what = f"'{node.name}' gives {len(container)} parts"
+            graph.call_function(check_branch, (length, len(container), what))
         found: list[Node] = []
         _open(
             container,
@@ -197,9 +215,7 @@ class _Builder:
         )
         return found
 
-    def _emit_segment(
-        self, name: str, inputs: list[Node], nodes: list[Node], outputs: list[Node], members: set[Node]
-    ) -> None:
+    def _emit_segment(self, name: str, inputs: list[Node], outputs: list[Node]) -> None:
         call = self.graph.call_module(name, tuple(self._in_glue(n) for n in inputs))
         call.meta["segment"] = name
         index = 0
@@ -216,9 +232,6 @@ class _Builder:
                 self.env[node] = take(node, node.name)
             else:
                 self.env[node] = _rebuild(self.graph, container, lambda n=node: take(n, n.name))
-        for node in nodes:
-            if node in self.needed_outside and node not in self.env:
-                self.env[node] = self._in_glue(self._twin(node, members))
 
 
 def _open(structure: Any, node: Node, take: Any, found: list[Node]) -> None:

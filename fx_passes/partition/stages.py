@@ -154,10 +154,15 @@ class Plan:
             return Place.GLUE
         if node.target in _CHECKS:
             # A check of sizes inside a segment stays there: outside, it would make outputs of what it reads.
+            counted = all(a.target is len and self._places[a] is Place.SEGMENT for a in node.all_input_nodes)
+            if counted and node.all_input_nodes:
+                return Place.SEGMENT
             sized = all(self._places[a] is Place.COPIED for a in node.all_input_nodes)
             inside = sized and any(self._places[s] is Place.SEGMENT for s in self._sources(node.all_input_nodes))
             return Place.SEGMENT if inside else Place.GLUE
         kind = self.recording.kinds[node]
+        if self._counts_parts(node):
+            return Place.SEGMENT
         if kind == "host" and not self.recording.writes[node]:
             if self._is_copied(node):
                 return Place.COPIED
@@ -174,6 +179,16 @@ class Plan:
             return Place.SEGMENT
         self.reasons[node] = reason
         return Place.GLUE
+
+    def _counts_parts(self, node: Node) -> bool:
+        """Whether it is the length of a tuple that a segment makes, and nothing but checks ask for it.
+
+        A tuple has as many parts as the program that was exported made, so the check is one of that program.
+        """
+        source = node.args[0] if node.target is len else None
+        made_inside = isinstance(source, Node) and self._places[source] is Place.SEGMENT
+        counts = made_inside and self.recording.kinds[source] == "container"
+        return counts and all(user.target in _CHECKS for user in node.users)
 
     def _is_copied(self, node: Node) -> bool:
         arguments = node.all_input_nodes
@@ -224,18 +239,20 @@ class Plan:
                 crosses = self._places[source] is Place.SEGMENT and self._index[source] != self._index[node]
                 if crosses and self.recording.kinds[source] == "container":
                     yield node, f"takes a tuple of tensors from '{source.name}', which runs before a Python call"
-            if node in outside and self.recording.kinds[node] == "container" and not self._has_fixed_length(node):
-                yield node, "hands out a tuple of tensors as a whole, whose length may follow the input's size"
+            if node in outside and self.recording.kinds[node] == "container" and not self._holds_tensors_alone(node):
+                yield node, "hands out a tuple that holds more than tensors"
 
-    def _has_fixed_length(self, node: Node) -> bool:
+    def _holds_tensors_alone(self, node: Node) -> bool:
+        leaves = torch.utils._pytree.tree_leaves(self.recording.containers[node])
+        return all(leaf is None for leaf in leaves)
+
+    def may_have_more_parts(self, node: Node) -> bool:
+        """Whether the length of the tuple that a node gives may follow the size of its input (`chunk`, `split`)."""
         value = self.recording.containers[node]
-        if any(leaf is not None for leaf in torch.utils._pytree.tree_leaves(value)):
+        if node.op == "call_module" or node.target is operator.getitem:
             return False
-        if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
-            return self._has_fixed_length(node.args[0])  # one element of it
-        if node.op == "call_module":
-            return isinstance(value, (tuple, dict))
-        return type(value).__module__ == "torch.return_types" or makes_fresh_elements(node)  # (values, indices) etc.
+        fixed = type(value).__module__ == "torch.return_types" or makes_fresh_elements(node)  # (values, indices) etc.
+        return isinstance(value, (tuple, list)) and not fixed
 
     def _torn_memory(self) -> Iterator[tuple[Node, str]]:
         """Memory that is written to must be one tensor wherever it is seen: in one segment, or in the glue."""
@@ -290,14 +307,22 @@ class Plan:
 
     def _small_segments(self) -> Iterator[tuple[Node, str]]:
         for stage in set(self._index.values()):
-            nodes = [n for n in self.segment_at(stage) if n.target not in (operator.getitem, *_CHECKS)]
+            members = self.segment_at(stage)
+            nodes = [n for n in members if n.target not in (*_CHECKS, len) and not self._takes_out(n)]
             if not nodes:
                 continue
             if len(nodes) < self.min_segment_nodes:
                 reason = f"a segment of {len(nodes)} operations, and min_segment_nodes is {self.min_segment_nodes}"
                 yield from ((node, reason) for node in nodes)
-            elif not any(self._places[s] is not Place.ATTRIBUTE for n in nodes for s in self._outer_sources(n, stage)):
+            elif not any(
+                self._places[s] is not Place.ATTRIBUTE for n in members for s in self._outer_sources(n, stage)
+            ):
                 yield from ((node, "computed from no input") for node in nodes)
+
+    def _takes_out(self, node: Node) -> bool:
+        """Whether the node only takes a tensor out of a tuple of them."""
+        source = node.args[0] if node.target is operator.getitem else None
+        return isinstance(source, Node) and self.recording.kinds[source] == "container"
 
     def _outer_sources(self, node: Node, stage: int) -> Iterator[Node]:
         for source in self._sources(node.all_input_nodes):

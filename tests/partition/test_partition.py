@@ -363,9 +363,17 @@ class Outputs(nn.Module):
 
 def test_tuples_of_an_operation_keep_their_type():
     glue = check(Outputs(), image(), more=[(image(3),)])
-    assert python(glue) == {
-        "split": "hands out a tuple of tensors as a whole, whose length may follow the input's size"
-    }
+    assert python(glue) == {}
+
+
+def test_a_tuple_with_more_parts_than_were_seen_is_refused():
+    class Rows(nn.Module):
+        def forward(self, x):
+            return (x * 2).split(1, 0)
+
+    glue = check(Rows(), image())
+    with pytest.raises(InputError, match="'split' gives 2 parts"):
+        glue(image(3))
 
 
 class DictInput(nn.Module):

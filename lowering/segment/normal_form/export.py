@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.capture.quiet import quiet_torch
+from fx_passes.capture.tensor_indices import taken
 from fx_passes.errors import ExportError, InputError
 from lowering.segment.normal_form.einsum import normalize_einsums
 from lowering.segment.normal_form.functional import functionalize_fresh, is_functional
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_dynamic", "export_segment"]
 
+_INDEXING = (operator.getitem, Tensor.__getitem__, "__getitem__")
 _PREFIX = "node_"  # of the names in the copy that is exported
 
 
@@ -84,6 +87,8 @@ def _with_export_meta(segment: GraphModule) -> GraphModule:
             if old.meta.get(key) is not None:
                 custom[key] = old.meta[key]
         new.meta = {"custom": custom}
+        if new.target in _INDEXING:
+            new.op, new.target = "call_function", taken
         if new.op not in ("placeholder", "output"):
             # torch.export refuses a node of the name that it will give to a placeholder (a buffer's last name, say)
             new._rename(_PREFIX + old.name)
