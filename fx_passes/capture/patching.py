@@ -11,6 +11,7 @@ Three means, each of which acts on the tracing thread alone and behaves as the o
 from __future__ import annotations
 
 import builtins
+import functools
 import gc
 import itertools
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "activate",
     "current_tracer",
     "dispatch",
+    "entered_library_functions",
     "recording",
     "replaced_code",
     "replaced_entry",
@@ -183,6 +185,36 @@ def replaced_factories() -> Iterator[None]:
             stand_in = recording(function, always=name in _FRESH_FACTORIES)
             stack.enter_context(replaced_entry(torch.__dict__, name, stand_in))
         yield
+
+
+@contextmanager
+def entered_library_functions() -> Iterator[None]:
+    """Let the tracer enter the functions that a library marked with `torch.fx.wrap`.
+
+    The mark says that plain symbolic tracing cannot follow them, and no more. What `fx_passes.wrap` marks stays Python.
+    """
+    marked = torch.fx._symbolic_trace._wrapped_fns_to_patch
+    entered = {key: space for key, space in marked.items() if isinstance(space.get(key[1]), types.FunctionType)}
+    with ExitStack() as stack:
+        for (_, name), namespace in entered.items():
+            stack.enter_context(replaced_entry(namespace, name, _entered(namespace[name])))
+        for key in entered:
+            del marked[key]
+        try:
+            yield
+        finally:
+            marked.update(entered)
+
+
+def _entered(function: types.FunctionType) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None or not tracer.sees((args, kwargs)):
+            return function(*args, **kwargs)
+        return tracer.call_marked(function, args, kwargs)
+
+    return stand_in
 
 
 @contextmanager

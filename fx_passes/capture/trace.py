@@ -63,7 +63,8 @@ def trace(
     # torch.export knows no leaves, and takes for arguments that are no tensors the values that the example gives.
     exportable = example_inputs is not None and not leaves and _as_in_example(model, example_inputs, concrete_args)
     try:
-        gm = GraphModuleWithAttr(model, tracer.trace(model, concrete_args, example_inputs=example_inputs))
+        graph = tracer.trace(model, concrete_args, example_inputs=example_inputs, varying=varying)
+        gm = GraphModuleWithAttr(model, graph)
     except CaptureError as refusal:
         if not exportable:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,9 +18,16 @@ from torch.fx.proxy import TraceError
 from fx_passes.capture import arguments as trace_args
 from fx_passes.capture.attention import straight_forward
 from fx_passes.capture.attributes import AttributeChanges
+from fx_passes.capture.entered import EnteredModules
 from fx_passes.capture.example_values import ExampleValues
 from fx_passes.capture.objects import holds_traced, object_paths
-from fx_passes.capture.patching import activate, current_tracer, replaced_factories, replaced_isinstance
+from fx_passes.capture.patching import (
+    activate,
+    current_tracer,
+    entered_library_functions,
+    replaced_factories,
+    replaced_isinstance,
+)
 from fx_passes.capture.proxy import TensorAttribute, TracedAttribute, TracedValue, contains_traced
 from fx_passes.capture.rollback import Checkpoint
 from fx_passes.capture.sizes import AnsweringTracer
@@ -73,6 +81,8 @@ class QuantizationTracer(AnsweringTracer):
         self.trace_asserts = True
         self.leaf_reasons: dict[str, str] = {}
         self.froze_sizes = False
+        self.entered: EnteredModules | None = None
+        self._failed: dict[str, str] = {}
         self._reset(None)
 
     def _reset(self, root: nn.Module | None) -> None:
@@ -82,6 +92,7 @@ class QuantizationTracer(AnsweringTracer):
         self._constants: dict[int, tuple[str, Any]] = {}
         self._attributes: dict[str, TensorAttribute] = {}
         self._rebinds = 0
+        self._calls: Counter[str] = Counter()
         self.changes = AttributeChanges(root)
         self._values: ExampleValues | None = None
         self.lazy_attributes: list[TracedAttribute] = []
@@ -100,12 +111,14 @@ class QuantizationTracer(AnsweringTracer):
         concrete_args: dict[str, Any] | tuple | None = None,
         *,
         example_inputs: Any = None,
+        varying: tuple[Any, Any] | None = None,
     ) -> Graph:
         """The graph of `root`'s forward, which is followed once more where an argument has to be fixed for it.
 
         Args:
             root: a module, or a function. A `GraphModuleWithAttr` is not followed again: its graph is copied.
-            concrete_args, example_inputs: as in `trace`.
+            concrete_args, example_inputs, varying: as in `trace`. With example inputs a submodule that cannot be
+                followed is entered by `torch.export`, and stands in the graph as its operations and layers.
 
         Raises:
             CaptureError: the root's own forward cannot be recorded.
@@ -115,17 +128,37 @@ class QuantizationTracer(AnsweringTracer):
             return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
         with _lock, torch.random.fork_rng(devices=[]):
             plan = trace_args.ArgumentPlan(root, concrete_args, example_inputs)
+            self.entered = EnteredModules(root, plan, varying) if isinstance(root, nn.Module) else None
             while True:
+                self._failed = {}
                 try:
                     graph = self._trace_once(root, plan)
-                    self.froze_sizes = plan.freezes_sizes
-                    self.changes.warn(self.leaf_reasons)
-                    return graph
                 except _Untraceable as failure:
+                    if self._enter_failed():
+                        continue
                     if failure.path:
                         self.leaf_reasons[failure.path] = failure.reason
                     elif not plan.specialise_more():
                         raise self._capture_error(root, failure) from failure.__cause__
+                    continue
+                if self._enter_failed():
+                    continue
+                self.froze_sizes = plan.freezes_sizes
+                self.changes.warn(self.leaf_reasons)
+                return graph
+
+    def _enter_failed(self) -> bool:
+        """Enter by `torch.export` what the last trace could not, innermost first. True: another trace sees more."""
+        if self.entered is None:
+            return False
+        tried = {*self.entered.refused, *self.entered.calls}
+        while left := [path for path in self._failed if path not in tried]:
+            innermost = [p for p in left if not any(q.startswith(f"{p}.") for q in left)]
+            if self.entered.enter(innermost):
+                self.leaf_reasons = {}
+                return True
+            tried.update(innermost)
+        return False
 
     def _trace_once(self, root: Any, plan: trace_args.ArgumentPlan) -> Graph:
         module = root if isinstance(root, nn.Module) else None
@@ -139,6 +172,7 @@ class QuantizationTracer(AnsweringTracer):
                 stack.enter_context(restored_state(module))
             stack.enter_context(wrapped_calls(root))
             stack.enter_context(replaced_factories())
+            stack.enter_context(entered_library_functions())
             classes = [type(m) for m in module.modules()] if module is not None else []
             stack.enter_context(replaced_isinstance(base for cls in classes for base in cls.__mro__))
             stack.enter_context(recorded_buffer_assignment())
@@ -192,23 +226,45 @@ class QuantizationTracer(AnsweringTracer):
         if not contains_traced((args, kwargs)) and is_wrapped_module(m):
             with activate(None):
                 return forward(*args, **kwargs)
+        index = self._calls[path]
+        self._calls[path] += 1
+        if self.entered is not None and path in self.entered.calls:
+            return self._inlined(m, forward, path, index, args, kwargs)
         if self.is_leaf_module(m, path):
             proxy = super().call_module(m, forward, args, kwargs)
             if is_wrapped_module(m):
                 proxy.node.meta["python"] = WRAPPED
             if path in self.leaf_reasons:
                 proxy.node.meta["untraceable"] = self.leaf_reasons[path]
+                return proxy if self.entered is None else self.entered.opened(proxy, path, index)
             return proxy
         before = Checkpoint(self, args, kwargs)
         try:
             return super().call_module(m, straight_forward(m) or forward, args, kwargs)
         except Exception as error:
+            self._failed[path] = failure_reason(error)
             inner = f"{path}."
             self.leaf_reasons = {p: r for p, r in self.leaf_reasons.items() if not p.startswith(inner)}
             self.leaf_reasons[path] = failure_reason(error)
             if self._rebinds != before.rebinds:  # nodes before the module were changed
                 raise _Untraceable(path, self.leaf_reasons[path]) from error
             before.restore()
+            self._calls[path] = index
+            return self.call_module(m, forward, args, kwargs)
+
+    def _inlined(
+        self, m: nn.Module, forward: Callable[..., Any], path: str, index: int, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """The program of a submodule that `torch.export` has entered; where it does not fit this call, a leaf."""
+        assert self.entered is not None
+        before = Checkpoint(self, args, kwargs)
+        try:
+            return self.entered.inline(self, path, index, args, kwargs)
+        except TraceError as error:
+            before.restore()
+            del self.entered.calls[path]
+            self.entered.refused[path] = self.leaf_reasons[path] = failure_reason(error)
+            self._calls[path] = index
             return self.call_module(m, forward, args, kwargs)
 
     def path_of_module(self, mod: nn.Module) -> str:
@@ -342,6 +398,17 @@ class QuantizationTracer(AnsweringTracer):
             proxy = self.create_proxy("call_method", method, args, kwargs)
         proxy.node.meta["python"] = WRAPPED
         return proxy
+
+    def call_marked(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Follow a function that a library marked with `torch.fx.wrap`; where that fails it is one node."""
+        if self._plan.examples:
+            before, calls = Checkpoint(self, args, kwargs), self._calls.copy()
+            try:
+                return function(*args, **kwargs)
+            except Exception:  # what is wrong with it, its segment's export says
+                before.restore()
+                self._calls = calls
+        return self.create_proxy("call_function", function, args, kwargs)
 
     def object_path(self, value: Any) -> str | None:
         """The dotted path below `_self` at which the original model holds this object, or None."""

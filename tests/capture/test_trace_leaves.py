@@ -234,7 +234,7 @@ def test_a_branch_on_data_makes_a_leaf_with_an_example_too():
         trace(Branchy(), image())
 
 
-def test_a_size_becomes_a_number_only_where_the_root_cannot_do_without_and_is_checked():
+def test_a_size_becomes_a_number_only_where_nothing_else_helps_and_is_checked():
     class Rows(nn.Module):
         def forward(self, x):
             return sum(x[i] for i in range(x.shape[0]))
@@ -243,9 +243,11 @@ def test_a_size_becomes_a_number_only_where_the_root_cannot_do_without_and_is_ch
     assert torch.equal(gm(image(3)), Rows()(image(3)))
     with pytest.raises(InputError, match="traced with inputs for which this is 3"):
         gm(image(2))
-    leaf = trace(nn.Sequential(Rows()), image(3))
-    assert list(leaf.meta["leaf_reasons"]) == ["0"]
-    assert torch.equal(leaf(image(2)), Rows()(image(2)))
+    below = trace(nn.Sequential(Rows()), image(3))
+    assert below.meta["leaf_reasons"] == {}
+    assert torch.equal(below(image(3)), Rows()(image(3)))
+    with pytest.raises(InputError, match="traced with inputs for which this is 3"):
+        below(image(2))
 
 
 def test_what_a_half_traced_submodule_did_is_undone():
