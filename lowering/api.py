@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fx_passes.capture.exclusive import exclusive
 from fx_passes.errors import CaptureError, InputError
 from lowering.module import LoweredModule
 from lowering.request.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
@@ -89,7 +90,8 @@ def lower_to_trt(
     data = CalibrationData(calibration, options.kept_batches)
     search = _search(placement, precision, backend.target, build=not dry_run)
     request = Request(backend, precision, data, qconfig, options, build=not dry_run, search=search)
-    return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
+    with exclusive():
+        return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
 
 
 def lower_to_onnx(
@@ -137,7 +139,8 @@ def lower_to_onnx(
     backend = OnnxBackend(precision, "onnxruntime" if runtime == "auto" else runtime, options)
     data = CalibrationData(calibration, options.kept_batches)
     request = Request(backend, precision, data, qconfig, options, build=not dry_run)
-    return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
+    with exclusive():
+        return _lower(model, example_inputs, (dynamic_batch, dynamic_shapes), request)
 
 
 def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, Any], request: Request) -> LoweredModule:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from fx_passes.capture.arguments import ArgumentPlan
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.capture.tracer import QuantizationTracer
 from fx_passes.errors import CaptureError, InputError
 from fx_passes.graph.module import GraphModuleWithAttr
@@ -16,6 +17,7 @@ from fx_passes.graph.module import GraphModuleWithAttr
 __all__ = ["trace"]
 
 
+@in_turn
 def trace(
     model: nn.Module,
     example_inputs: Any = None,

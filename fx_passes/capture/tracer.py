@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from fx_passes.capture.attention import straight_forward
 from fx_passes.capture.attributes import AttributeChanges
 from fx_passes.capture.entered import EnteredModules
 from fx_passes.capture.example_values import ExampleValues
+from fx_passes.capture.exclusive import exclusive
 from fx_passes.capture.objects import holds_traced, object_paths
 from fx_passes.capture.patching import (
     activate,
@@ -41,8 +41,6 @@ from fx_passes.graph.module import GraphModuleWithAttr
 
 __all__ = ["QuantizationTracer"]
 
-# torch.fx replaces nn.Module.__call__ for the whole process while it traces; two traces must not overlap.
-_lock = threading.RLock()
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _FROZEN_NORM = "torchvision.ops.misc.FrozenBatchNorm2d"
 WRAPPED = "wrapped by the user"
@@ -126,7 +124,7 @@ class QuantizationTracer(AnsweringTracer):
         self.leaf_reasons, self.froze_sizes = {}, False
         if isinstance(root, GraphModuleWithAttr) and not concrete_args:
             return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
-        with _lock, torch.random.fork_rng(devices=[]):
+        with exclusive(), torch.random.fork_rng(devices=[]):
             plan = trace_args.ArgumentPlan(root, concrete_args, example_inputs)
             self.entered = EnteredModules(root, plan, varying) if isinstance(root, nn.Module) else None
             while True:

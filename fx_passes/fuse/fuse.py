@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.capture.trace import trace
 from fx_passes.errors import StageError
 from fx_passes.functional.functional import functionalize, remove_dead_code
@@ -21,6 +22,7 @@ from fx_passes.ops.effects import has_effects
 __all__ = ["fuse_fx", "fuse_trainable"]
 
 
+@in_turn
 def fuse_fx(model: nn.Module, example_inputs: Any = None, *, varying: tuple[Any, Any] | None = None) -> GraphModule:
     """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve computed weights.
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.errors import QuantizationError, StageError
 from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.graph.node_meta import inherit_meta
@@ -31,6 +32,7 @@ from fx_passes.quantize.weights.scales import LayerScale, dequantize_weight, int
 __all__ = ["convert_fx"]
 
 
+@in_turn
 def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, progress: bool = False) -> GraphModule:
     """Replace observers by quantize-dequantize pairs, and float weights by int8 ones.
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.fuse.attention import write_out_attention
 from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import quantized_values
@@ -36,6 +37,7 @@ OBSERVERS = "observers"
 DEFAULT_OBSERVER = "minmax"
 
 
+@in_turn
 def prepare_calibration_fx(
     model: nn.Module,
     example_inputs: Any = None,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.errors import ArtifactError, ExportError
 from fx_passes.graph.node_meta import source_line
 from lowering.onnx.legalize import check_translations, legalize
@@ -36,6 +37,7 @@ __all__ = ["export_onnx"]
 _LARGEST_MESSAGE = 2**31 - 2**20  # protobuf refuses 2 GB; the rest is for the graph around the weights
 
 
+@in_turn
 def export_onnx(
     program: AtenProgram, path: str | os.PathLike[str] | None = None, *, opset: int | None = None
 ) -> onnx.ModelProto:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fx_passes.capture.exclusive import in_turn
 from lowering.segment.program import AtenProgram, TensorSpec
 
 __all__ = ["cast_float_part", "to_aten"]
 
 
+@in_turn
 def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> AtenProgram:
     """Bring a segment into aten normal form.
 

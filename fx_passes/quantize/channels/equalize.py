@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.quantize.channels.groups import ChannelGroup, channel_groups, outputs_of
@@ -31,6 +32,7 @@ __all__ = ["equalize_fx"]
 _SWEEPS, _CONVERGED = 30, 1e-2
 
 
+@in_turn
 def equalize_fx(
     model: nn.Module,
     example_inputs: Any = None,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.errors import InputError, QuantizationError, StageError
 from fx_passes.graph.module import set_submodule
 from fx_passes.graph.node_meta import inherit_meta
@@ -39,6 +40,7 @@ _STATES = ("calibrate", "train", "validate")
 _DEFAULT_OBSERVER = "running"
 
 
+@in_turn
 def prepare_qat_fx(
     model: nn.Module,
     example_inputs: Any = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fx_passes.capture.exclusive import let_others
 from fx_passes.errors import BuildError, InputError
 from lowering.trt.bindings import BuilderLog, collect_log, has, trt, version
 from lowering.trt.builder.cache import EngineCache, engine_key
@@ -188,7 +189,7 @@ def _build(network: Network, capabilities: Sequence[str] | None, options: BuildO
             plan = network.builder.build_serialized_network(network.definition, config)
         return None if plan is None else bytes(plan)
 
-    with quiet_stderr(), _bar(options) as bar:
+    with let_others(), quiet_stderr(), _bar(options) as bar:
         config.progress_monitor = progress_monitor(cancelled, bar)
         data = run_cancellable(work, cancelled)
     if data is None:

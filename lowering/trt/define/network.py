@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from fx_passes.capture.exclusive import in_turn
 from fx_passes.errors import BuildError
 from lowering.trt.bindings import BuilderLog, collect_log, logger, trt
 from lowering.trt.bindings import flavour as current_flavour
@@ -28,6 +29,7 @@ __all__ = ["build_network", "supports"]
 aten = torch.ops.aten
 
 
+@in_turn
 def build_network(
     program: Program,
     *,
@@ -58,6 +60,7 @@ def build_network(
     return Definer(network, program, collect=False, static_at=static_at).run()
 
 
+@in_turn
 def supports(program: Program) -> dict[Node, str]:
     """Why each node that TensorRT cannot express cannot be: aten node -> reason; empty if all can.
 
