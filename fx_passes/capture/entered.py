@@ -219,7 +219,7 @@ def _holds_constants(value: Any) -> bool:
     return bool(found)
 
 
-def _opened(proxy: Proxy, value: Any, path: str) -> Any:
+def _opened(proxy: Any, value: Any, path: str) -> Any:
     if value is None or isinstance(value, (bool, str)):
         proxy.tracer.create_proxy("call_function", check_fixed, (proxy, value, f"what '{path}' gives"), {})
         return value
@@ -296,14 +296,15 @@ def _paired(tracer: Any, given: Any, recorded: Any, path: str) -> Iterator[Any]:
     if isinstance(recorded, Tensor):
         yield given
     elif isinstance(given, Proxy):
+        traced: Any = given
         if isinstance(recorded, (bool, int, float, str)):
             tracer.create_proxy("call_function", check_branch, (given, recorded, f"an argument of '{path}'"), {})
         elif isinstance(recorded, (tuple, list)):
             for index, item in enumerate(recorded):
-                yield from _paired(tracer, given[index], item, path)
+                yield from _paired(tracer, traced[index], item, path)
         elif isinstance(recorded, dict):
             for key, item in recorded.items():
-                yield from _paired(tracer, given[key], item, path)
+                yield from _paired(tracer, traced[key], item, path)
         elif recorded is not None:
             raise TraceError(f"'{path}' gets a traced {type(recorded).__name__}")
     elif isinstance(recorded, (tuple, list)) and isinstance(given, (tuple, list)) and len(given) == len(recorded):

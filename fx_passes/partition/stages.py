@@ -186,9 +186,9 @@ class Plan:
         A tuple has as many parts as the program that was exported made, so the check is one of that program.
         """
         source = node.args[0] if node.target is len else None
-        made_inside = isinstance(source, Node) and self._places[source] is Place.SEGMENT
-        counts = made_inside and self.recording.kinds[source] == "container"
-        return counts and all(user.target in _CHECKS for user in node.users)
+        if not isinstance(source, Node) or self._places[source] is not Place.SEGMENT:
+            return False
+        return self.recording.kinds[source] == "container" and all(user.target in _CHECKS for user in node.users)
 
     def _is_copied(self, node: Node) -> bool:
         arguments = node.all_input_nodes

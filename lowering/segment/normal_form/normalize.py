@@ -24,6 +24,7 @@ from lowering.segment.normal_form.edit import (
     shape_of,
     take_origin,
 )
+from lowering.segment.normal_form.masks import choose_by_masks
 from lowering.segment.normal_form.shapes import (
     AXIS_ORDERS,
     RESHAPES,
@@ -50,6 +51,7 @@ def normalize(exported: ExportedProgram, inputs: list[TensorSpec], segment: Grap
     _complete_meta(graph)
     _remove_assertions(graph)
     _expand_composites(graph)
+    choose_by_masks(graph)
     for rewrite in (
         _normalize_casts,
         _remove_identities,
