@@ -31,6 +31,8 @@ _COMPARISONS: dict[type, Callable[..., Any]] = {
     ast.GtE: operator.ge,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "max": torch.sym_max,  # as torch writes them before 2.14
+    "min": torch.sym_min,
     **{f"torch.{f.__name__}": f for f in (torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_int, torch.sym_float)},
     **{f"math.{f.__name__}": f for f in (math.ceil, math.floor, math.trunc, math.sqrt)},
 }
@@ -72,11 +74,15 @@ class _Builder:
             parts = [self.build(part) for part in tree.values]
             return functools.reduce(lambda a, b: self.graph.call_function(joined, (a, b)), parts)
         if isinstance(tree, ast.Call) and ast.unparse(tree.func) in _FUNCTIONS:
-            return self._call(_FUNCTIONS[ast.unparse(tree.func)], *tree.args)
+            function = _FUNCTIONS[ast.unparse(tree.func)]
+            if function in (torch.sym_max, torch.sym_min):  # written with any number of operands, called with two
+                operands = [self.build(operand) for operand in tree.args]
+                return functools.reduce(lambda a, b: self.graph.call_function(function, (a, b)), operands)
+            return self._call(function, *tree.args)
         if isinstance(tree, ast.Subscript) and isinstance(tree.value, ast.Call):
-            function, index = tree.value.func, tree.slice
-            if isinstance(function, ast.Attribute) and function.attr == "size" and isinstance(index, ast.Constant):
-                return self.graph.call_method("size", (self._argument(function.value), index.value))  # type: ignore[arg-type]
+            method, index = tree.value.func, tree.slice
+            if isinstance(method, ast.Attribute) and method.attr == "size" and isinstance(index, ast.Constant):
+                return self.graph.call_method("size", (self._argument(method.value), index.value))  # type: ignore[arg-type]
         raise UntranslatableError(ast.unparse(tree))
 
     def _call(self, function: Callable[..., Any], *operands: ast.expr) -> Node:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from lowering.trt.define.recurrent import lstm
 from lowering.trt.define.registry import converter_for
 
 __all__ = ["decomposed"]
@@ -46,9 +46,8 @@ def decomposed(node: Node) -> GraphModule | None:
 
     before = _guards(node)
     try:
-        with _without_mkldnn():
-            traced = make_fx(dispatch_functionalize(call), decomposition_table=_table())
-            parts = traced(*(n.meta["val"] for n in inputs))
+        traced = make_fx(dispatch_functionalize(call), decomposition_table=_table())
+        parts = traced(*(n.meta["val"] for n in inputs))
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):
         return None  # the decomposition asks for values, or has effects
     parts.graph.eliminate_dead_code()
@@ -62,17 +61,6 @@ def decomposed(node: Node) -> GraphModule | None:
     return parts
 
 
-@contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Else a recurrent layer becomes one call of that library."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
 @cache
 def _table() -> dict[Any, Callable]:
     """torch's decompositions into core ops, of ops without a converter."""
@@ -83,12 +71,11 @@ def _table() -> dict[Any, Callable]:
 
 @cache
 def _written_out() -> dict[Any, Callable]:
-    """torch's Python definitions of recurrent layers: its C++ ones end in kernels of one library."""
+    """Python definitions of recurrent layers: torch's C++ ones end in kernels of one library."""
     from torch._decomp import decomposition_table
 
-    names = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    ops = [getattr(torch.ops.aten, name).input for name in names]
-    return {op: decomposition_table[op] for op in ops if op in decomposition_table}
+    ops = [getattr(torch.ops.aten, name).input for name in ("gru", "rnn_tanh", "rnn_relu")]
+    return {torch.ops.aten.lstm.input: lstm, **{op: decomposition_table[op] for op in ops if op in decomposition_table}}
 
 
 def _guards(node: Node) -> int:
