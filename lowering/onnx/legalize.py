@@ -131,7 +131,10 @@ def _mean(node: Node, given: dict[str, Any]) -> Rewrite | None:
     """The exporter averages integers first and converts then."""
     dtype, x = given["dtype"], node.args[0].meta["val"]  # type: ignore[union-attr]
     if dtype is None or dtype == x.dtype:
-        return None
+        if node.target is aten.mean.default or given["dim"] or x.dim() == 0:
+            return None
+        every = list(range(x.dim()))  # None or an empty list, of which the exporter makes no input at all
+        return lambda x, dim=None, keepdim=False, **_: x.mean(every, keepdim)
     if node.target is aten.mean.default:
         return lambda x, **_: x.to(dtype).mean()
     return lambda x, dim=None, keepdim=False, **_: x.to(dtype).mean(dim, keepdim)
@@ -220,6 +223,42 @@ def _average(x: Tensor, dim: int) -> Tensor:
     return x.mean(dim)
 
 
+def _place_of_all(node: Node, given: dict[str, Any]) -> Rewrite | None:
+    """The exporter drops `keepdim` where no dimension is given."""
+    if given["dim"] is not None or not given["keepdim"]:
+        return None
+    rank = len(shape_of(node.args[0]))
+    return lambda x, *_, **__: node.target(x.reshape(-1), 0).reshape([1] * rank)  # type: ignore[operator]
+
+
+def _median(node: Node, given: dict[str, Any]) -> Rewrite | None:
+    """The lower of the two values in the middle, or NaN if there is one."""
+    dim, keepdim = given.get("dim"), given.get("keepdim", False)
+    shape = shape_of(node.args[0])
+    size = prod(shape) if dim is None else (shape[dim] if shape else 1)
+    if not is_static(size) or size == 0:
+        return None
+
+    def median(x: Tensor, *_: Any, **__: Any) -> Any:
+        axis = 0 if dim is None or not shape else dim
+        ordered, places = torch.sort(x.reshape(-1) if dim is None or not shape else x, dim=axis)
+        middle = (int(size) - 1) // 2
+        value, place = ordered.select(axis, middle), places.select(axis, middle)
+        if x.is_floating_point():  # NaN is sorted to the end
+            last, at = ordered.select(axis, int(size) - 1), places.select(axis, int(size) - 1)
+            value, place = torch.where(last.isnan(), last, value), torch.where(last.isnan(), at, place)
+        if dim is None:
+            return value
+        return (value.unsqueeze(dim), place.unsqueeze(dim)) if keepdim and shape else (value, place)
+
+    return median
+
+
+def _distances(x: Tensor, y: Tensor, p: float = 2.0, *_: Any) -> Tensor:
+    """The exporter has no cdist."""
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, dim=-1)
+
+
 _REWRITES: dict[Any, Callable[[Node, dict[str, Any]], Rewrite | None]] = {
     aten.avg_pool2d.default: _pool_with_divisor(2),
     aten.avg_pool3d.default: _pool_with_divisor(3),
@@ -229,6 +268,11 @@ _REWRITES: dict[Any, Callable[[Node, dict[str, Any]], Rewrite | None]] = {
     aten._adaptive_avg_pool3d.default: _adaptive(3, _average, 1),
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten.argmax.default: _place_of_all,
+    aten.argmin.default: _place_of_all,
+    aten.median.default: _median,
+    aten.median.dim: _median,
+    aten.cdist.default: _always(_distances),
     aten.any.default: _any,
     aten.any.dim: _any,
     aten.any.dims: _any,

@@ -25,6 +25,7 @@ from lowering.segment.normal_form.edit import (
     take_origin,
 )
 from lowering.segment.normal_form.masks import choose_by_masks
+from lowering.segment.normal_form.ranks import refuse_ranks_by_size
 from lowering.segment.normal_form.shapes import (
     AXIS_ORDERS,
     RESHAPES,
@@ -33,6 +34,7 @@ from lowering.segment.normal_form.shapes import (
     simplify_expands,
 )
 from lowering.segment.normal_form.state import LiftedState
+from lowering.segment.normal_form.written_out import written_out
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -50,6 +52,7 @@ def normalize(exported: ExportedProgram, inputs: list[TensorSpec], segment: Grap
     graph = state.gm.graph
     _complete_meta(graph)
     _remove_assertions(graph)
+    refuse_ranks_by_size(graph, exported, inputs)
     _expand_composites(graph)
     choose_by_masks(graph)
     for rewrite in (
@@ -184,6 +187,8 @@ def _expand_composites(graph: Graph) -> None:
 
 
 def _decomposition(node: Node, op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    if (function := written_out(node)) is not None:
+        return function
     if op is aten.batch_norm.default:
         arg = arguments(node)
         return _batch_statistics if arg["training"] or arg["running_mean"] is None else None
