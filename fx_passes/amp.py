@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, StageError
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import Op, Role, is_inplace, module_of, op_of
@@ -28,6 +29,7 @@ __all__ = ["Host", "autocast_fx", "autocast_graph"]
 _FULL = torch.float32
 
 
+@plain_state()
 def autocast_fx(gm: GraphModule, dtype: torch.dtype = torch.float16, keep: Iterable[str] = ()) -> GraphModule:
     """Run the parts of a float32 graph that bear it in a lower precision.
 

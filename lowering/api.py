@@ -13,6 +13,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fx_passes.capture.exclusive import exclusive
+from fx_passes.entry.ambient import plain_state
+from fx_passes.entry.call import call_signature
 from fx_passes.errors import CaptureError, InputError
 from lowering.module import LoweredModule
 from lowering.request.inputs import CalibrationData, Example, ShapeRange, example_for, shape_range
@@ -148,20 +150,20 @@ def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, A
     from lowering.capture import captured
     from lowering.children.lower import lower_children
 
-    check_model(model)
-    example = example_for(model, example_inputs, request.data)
-    request.data.check_against(model.forward, example)
-    sizes = shape_range(model, example, *dynamic)
-    with _collector_paused():
+    with plain_state(), _collector_paused():
+        check_model(model)
+        example = example_for(model, example_inputs, request.data)
+        request.data.check_against(call_signature(model, example.args, example.kwargs), example)
+        sizes = shape_range(model, example, *dynamic)
         try:
             graph = captured(model, sizes, request)
         except CaptureError as refusal:
             lowered = lower_children(model, sizes, request, refusal)
         else:
             lowered = _lower_graph(model, graph, sizes, request)
-    if request.build:
-        _check_smallest(lowered, request.backend, sizes)
-    return lowered
+        if request.build:
+            _check_smallest(lowered, request.backend, sizes)
+        return lowered
 
 
 def _lower_graph(model: nn.Module, graph: GraphModule, sizes: ShapeRange, request: Request) -> LoweredModule:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fx_passes.entry.ambient import is_plain, plain_state
 from fx_passes.errors import BackendUnavailableError, LoweringError
 from lowering.artifact.save import save
 from lowering.children.lowered import LoweredChild, WithChildren
@@ -45,6 +46,9 @@ class LoweredModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
+            if is_plain():
+                return self.glue(*args, **kwargs)
+        with plain_state(), torch.no_grad():  # else its Python would compute something else than was lowered
             return self.glue(*args, **kwargs)
 
     def simulate(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fx_passes.analysis.shapes import concrete_shape, propagate_shapes, shape_text
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError
 from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import Op, Role, bind, is_inplace, module_of, op_of
@@ -133,6 +134,7 @@ class Cost:
         return ", ".join(parts) + unknown
 
 
+@plain_state()
 def estimate_cost(gm: GraphModule, example_inputs: Any = None) -> Cost:
     """Count FLOPs and bytes of every call of a graph, at the shapes of the example inputs. Nothing is computed.
 

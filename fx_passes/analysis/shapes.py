@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, LoweringError
 from fx_passes.graph.module import copy_graph_module
 
@@ -19,6 +20,7 @@ __all__ = ["concrete_shape", "propagate_shapes", "shape_text"]
 _UNKNOWN = object()
 
 
+@plain_state()
 def propagate_shapes(
     gm: GraphModule, *inputs: Any, dynamic_shapes: Mapping[str, Mapping[int, Any]] | None = None
 ) -> GraphModule:

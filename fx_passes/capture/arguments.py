@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, Proxy
 from torch.fx._symbolic_trace import PHBase, _patch_function
+from torch.fx.proxy import TraceError
 
+from fx_passes.entry.call import arguments_of, call_signature
 from fx_passes.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,31 +61,24 @@ class ArgumentPlan:
     """
 
     def __init__(self, root: nn.Module | Callable[..., Any], concrete_args: Any, example_inputs: Any):
-        function = type(root).forward if isinstance(root, nn.Module) else root
-        parameters = list(inspect.signature(function).parameters.values())
-        self.parameters = parameters[1:] if isinstance(root, nn.Module) else parameters
+        args, kwargs = arguments_of(example_inputs) if example_inputs is not None else ((), {})
+        signature = call_signature(root, args, kwargs) if isinstance(root, nn.Module) else inspect.signature(root)
+        self.parameters = list(signature.parameters.values())
         if isinstance(concrete_args, (tuple, list)):
             concrete_args = {p.name: v for p, v in zip(self.parameters, concrete_args, strict=False)}
         self.concrete: dict[str, Any] = dict(concrete_args or {})
         unknown = set(self.concrete) - {p.name for p in self.parameters}
         if unknown:
             raise InputError(f"concrete_args names no argument of forward: {sorted(unknown)}")
-        self.examples = self._bind(example_inputs)
+        self.examples = self._bind(args, kwargs)
+        self._named = set(kwargs)  # the example gives these arguments by keyword
         self._fix_numbers = False
         self.freezes_sizes = False
 
-    def _bind(self, example_inputs: Any) -> dict[str, Any]:
-        if example_inputs is None:
-            return {}
-        args: tuple[Any, ...] = (example_inputs,)
-        kwargs: dict[str, Any] = {}
-        if isinstance(example_inputs, dict):
-            args, kwargs = (), example_inputs
-        elif isinstance(example_inputs, (tuple, list)):
-            args = tuple(example_inputs)
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         signature = inspect.Signature(self.parameters)
         try:
-            return dict(signature.bind(*args, **kwargs).arguments)
+            return dict(signature.bind(*args, **kwargs).arguments) if args or kwargs else {}
         except TypeError as error:
             raise InputError(
                 f"the example inputs do not fit forward{signature}: {error}",
@@ -112,25 +107,52 @@ class ArgumentPlan:
     def arguments(self, tracer: QuantizationTracer, function: Any, first: list[Any]) -> tuple[Any, list[Any]]:
         """Create the placeholders, in the order of the signature. Returns a callable and its positional arguments."""
         values = self.opened(tracer, self._is_fixed)
-        splat = [p for p in self.parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if any(isinstance(values[p.name], Proxy) for p in splat):
-            # Not opened: make *args and **kwargs plain variables of the function, as torch.fx does.
+        if self._unopened(values):
+            # Make *args and **kwargs plain variables of the function, as torch.fx does.
             code = inspect.unwrap(function).__code__
             named = [v for v in code.co_varnames[len(first) :] if v in values]
             return _patch_function(inspect.unwrap(function), len(first) + len(named)), first + [
                 values[v] for v in named
             ]
-        kinds = inspect.Parameter
-        positional = [
-            values[p.name] for p in self.parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        ]
-        keywords = {p.name: values[p.name] for p in self.parameters if p.kind is kinds.KEYWORD_ONLY}
-        for p in splat:
-            if p.kind is kinds.VAR_POSITIONAL:
-                positional += values[p.name]
+        args, kwargs = self._spread(values, self.parameters, ())
+        return (lambda *args: function(*args, **kwargs)), first + args
+
+    def as_called(self, tracer: QuantizationTracer, model: nn.Module) -> tuple[Any, list[Any]]:
+        """The same for `model(...)`: its hooks get the arguments that the example gives, and in the way it gives them.
+
+        Raises:
+            TraceError: there is `*args` or `**kwargs`, and no example says what it holds.
+        """
+        values = self.opened(tracer, self._is_fixed)
+        if open_ended := self._unopened(values):
+            raise TraceError(
+                f"the call of {type(model).__name__} takes '{open_ended[0]}', and only example inputs tell what that is"
+            )
+        given = [p for p in self.parameters if p.name in self.examples or p.default is _MISSING]
+        args, kwargs = self._spread(values, given, self._named)
+        return (lambda *args: model(*args, **kwargs)), args
+
+    def _unopened(self, values: dict[str, Any]) -> list[str]:
+        """The starred arguments of which nothing more is known than that they are there."""
+        starred = [p for p in self.parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return [str(p) for p in starred if isinstance(values[p.name], Proxy)]
+
+    def _spread(
+        self, values: dict[str, Any], parameters: list[inspect.Parameter], named: Collection[str]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments of one call that passes `parameters`, those in `named` by keyword."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for p in parameters:
+            if p.kind is p.VAR_POSITIONAL:
+                args += values[p.name]
+            elif p.kind is p.VAR_KEYWORD:
+                kwargs |= values[p.name]
+            elif p.kind is p.KEYWORD_ONLY or p.name in named:
+                kwargs[p.name] = values[p.name]
             else:
-                keywords |= values[p.name]
-        return (lambda *args: function(*args, **keywords)), first + positional
+                args.append(values[p.name])
+        return args, kwargs
 
     def opened(self, tracer: Any, is_fixed: Callable[[Any], bool]) -> dict[str, Any]:
         """Create the placeholders, in the order of the signature; by name, what stands for each argument.

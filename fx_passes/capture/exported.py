@@ -28,6 +28,7 @@ from fx_passes.capture.sources import failure_reason
 from fx_passes.capture.state import restored_state
 from fx_passes.capture.tensor_indices import TensorIndices
 from fx_passes.capture.wrap import records, wrapped_calls
+from fx_passes.entry.ambient import refuse_global_hooks
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.graph.copies import copied_inputs
 
@@ -54,6 +55,7 @@ def exported_graph(model: nn.Module, example_inputs: Any, varying: tuple[Any, An
         CaptureError: `torch.export` refuses, something wrapped runs in the model (its Python would be lost), a varying
             dimension is a constant to the model's code, or the graph would hold sizes that depend on data.
     """
+    refuse_global_hooks()
     plan = ArgumentPlan(model, None, example_inputs)
     _refuse_wrapped_calls(model, plan)
     free = None if varying is None else _differing(*(_tensors(ArgumentPlan(model, None, inputs)) for inputs in varying))

@@ -28,7 +28,7 @@ def restored_state(root: nn.Module) -> Iterator[None]:
     tables = ("_parameters", "_buffers", "_modules")
     attributes = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in modules]
     tensors = [t for m in modules for t in (*m._buffers.values(), *m.__dict__.values()) if isinstance(t, torch.Tensor)]
-    saved = [(t, t._version, t.detach().clone()) for t in tensors]
+    saved = [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors]
     try:
         yield
     finally:
@@ -41,8 +41,10 @@ def restored_state(root: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for tensor, version, value in saved:
                 # Not by version alone: batch_norm updates its statistics without counting.
-                if tensor._version != version or not torch.equal(tensor, value):
-                    tensor.copy_(value)
+                counted = version is not None and tensor._version != version
+                if counted or not torch.equal(tensor, value):
+                    with torch.inference_mode(tensor.is_inference()):
+                        tensor.copy_(value)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from fx_passes.capture.arguments import ArgumentPlan
 from fx_passes.capture.exclusive import in_turn
 from fx_passes.capture.tracer import QuantizationTracer
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import CaptureError, InputError
 from fx_passes.graph.module import GraphModuleWithAttr
 
@@ -18,6 +19,7 @@ __all__ = ["trace"]
 
 
 @in_turn
+@plain_state()
 def trace(
     model: nn.Module,
     example_inputs: Any = None,

@@ -36,7 +36,10 @@ from fx_passes.capture.state import recorded_buffer_assignment, restored_state
 from fx_passes.capture.structures import make_instance
 from fx_passes.capture.stubs import is_stub
 from fx_passes.capture.wrap import is_wrapped_module, records, wrapped_calls
+from fx_passes.entry.ambient import plain_state, refuse_global_hooks
+from fx_passes.entry.call import runs_more_than_forward
 from fx_passes.errors import CaptureError
+from fx_passes.graph.hooks import refuse_hooks
 from fx_passes.graph.module import GraphModuleWithAttr
 
 __all__ = ["QuantizationTracer"]
@@ -123,8 +126,10 @@ class QuantizationTracer(AnsweringTracer):
         """
         self.leaf_reasons, self.froze_sizes = {}, False
         if isinstance(root, GraphModuleWithAttr) and not concrete_args:
+            refuse_hooks(root)
             return copy.deepcopy(root.graph)  # captured already; running its code again would lose what is known of it
-        with exclusive(), torch.random.fork_rng(devices=[]):
+        refuse_global_hooks()
+        with exclusive(), plain_state(), torch.random.fork_rng(devices=[]):
             plan = trace_args.ArgumentPlan(root, concrete_args, example_inputs)
             self.entered = EnteredModules(root, plan, varying) if isinstance(root, nn.Module) else None
             while True:
@@ -184,6 +189,8 @@ class QuantizationTracer(AnsweringTracer):
         return graph
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        if is_module and runs_more_than_forward(self.root):
+            return self._plan.as_called(self, self.root)
         straight = straight_forward(self.root) if is_module else None
         if straight is not None:
             return self._plan.arguments(self, lambda _, *args, **kwargs: straight(*args, **kwargs), [self.root])
@@ -213,7 +220,7 @@ class QuantizationTracer(AnsweringTracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """One node for a leaf, the stub's own argument for a stub, else the nodes of `m`'s forward."""
-        if current_tracer() is not self:
+        if current_tracer() is not self or m is self.root:
             return forward(*args, **kwargs)
         if is_stub(m):
             return args[0] if args else next(iter(kwargs.values()))

@@ -16,12 +16,13 @@ from torch.fx import GraphModule
 
 from fx_passes.capture.patching import ClassStandIn, recording, replaced_code, replaced_entry, replaced_everywhere
 from fx_passes.errors import InputError
+from fx_passes.graph.functions import KNOWN_BY_IDENTITY
 
 __all__ = ["is_wrapped", "is_wrapped_method", "is_wrapped_module", "records", "wrap", "wrapped_calls"]
 
 T = TypeVar("T")
 
-_functions: WeakSet[Any] = WeakSet()
+_functions = KNOWN_BY_IDENTITY
 _classes: WeakSet[type] = WeakSet()
 _builtins: dict[int, tuple[Callable[..., Any], list[dict[str, Any]]]] = {}  # with the globals of those who asked
 _names: dict[tuple[int, str], dict[str, Any]] = {}  # (id of globals, name) -> globals

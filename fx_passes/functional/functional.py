@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fx_passes.entry.ambient import plain_state
 from fx_passes.functional.memory import Memory, Storage, Value
 from fx_passes.graph.module import copy_graph_module, set_submodule
 from fx_passes.graph.node_meta import inherit_meta
@@ -26,6 +27,7 @@ from fx_passes.ops.effects import effect_of, has_effects, makes_fresh_elements, 
 __all__ = ["functionalize", "remove_dead_code"]
 
 
+@plain_state()
 def functionalize(gm: GraphModule) -> GraphModule:
     """Rewrite in-place modules, functions, methods, augmented and item assignments and `out=` to out-of-place ops.
 

@@ -9,11 +9,12 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.capture.exclusive import in_turn
 from fx_passes.capture.trace import trace
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import StageError
 from fx_passes.functional.functional import functionalize, remove_dead_code
 from fx_passes.fuse.batch_norm import fold_batch_norms
 from fx_passes.fuse.computed import fold_computed_weights
-from fx_passes.fuse.parametrized import resolve_parametrizations
+from fx_passes.fuse.parametrized import resolve_parametrizations, resolved_root
 from fx_passes.graph.copies import eval_copy
 from fx_passes.graph.module import delete_unused
 from fx_passes.ops import op_of
@@ -23,6 +24,7 @@ __all__ = ["fuse_fx", "fuse_trainable"]
 
 
 @in_turn
+@plain_state()
 def fuse_fx(model: nn.Module, example_inputs: Any = None, *, varying: tuple[Any, Any] | None = None) -> GraphModule:
     """Fold BatchNorm into Conv, ConvTranspose and Linear; remove Dropout and Identity; resolve computed weights.
 
@@ -70,7 +72,7 @@ def _functional_eval_graph(
     model: nn.Module, example_inputs: Any, varying: tuple[Any, Any] | None, report: list[tuple[str, str]]
 ) -> GraphModule:
     if not isinstance(model, GraphModule):
-        gm: GraphModule = trace(eval_copy(model), example_inputs, varying=varying)
+        gm: GraphModule = trace(resolved_root(eval_copy(model)), example_inputs, varying=varying)
     else:
         _check_stage(model)
         gm = eval_copy(model)

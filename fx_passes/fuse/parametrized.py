@@ -13,7 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fx_passes.graph.module import set_submodule
 from fx_passes.ops import OPS, Role, module_of
 
-__all__ = ["is_parametrized", "plain_module", "resolve_parametrizations"]
+__all__ = ["is_parametrized", "plain_module", "resolve_parametrizations", "resolved_root"]
 
 _CLASSES = frozenset(cls for op in OPS.values() if op.role is Role.WEIGHTED for cls in op.modules)
 
@@ -39,6 +39,11 @@ def resolve_parametrizations(gm: GraphModule, report: list[tuple[str, str]]) -> 
         set_submodule(gm, str(node.target), plain[id(module)])
 
 
+def resolved_root(model: nn.Module) -> nn.Module:
+    """The same for a model that is one such layer: as a root it is no call, so its weight is made plain beforehand."""
+    return plain_module(model) if is_parametrized(model) and _why_foreign(model) is None else model
+
+
 def is_parametrized(module: nn.Module) -> bool:
     """Whether a convolution or linear layer computes its weight, by a parametrization or by a hook of torch's."""
     if hasattr(module, "parametrizations") and type(module).__bases__[0] in _CLASSES:
@@ -53,11 +58,17 @@ def _is_norm_hook(hook: Any) -> bool:
 def _why_not(gm: GraphModule, path: str, module: nn.Module) -> str | None:
     if module._forward_hooks or not all(_is_norm_hook(h) for h in module._forward_pre_hooks.values()):
         return "it has hooks"
+    if (foreign := _why_foreign(module)) is not None:
+        return foreign
+    reader = next((n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target).startswith(path + ".")), None)
+    return f"its parameters are read by '{reader.name}'" if reader is not None else None
+
+
+def _why_foreign(module: nn.Module) -> str | None:
     for parametrization in _parametrizations(module):
         if not type(parametrization).__module__.startswith("torch.nn.utils."):
             return f"{type(parametrization).__name__} is not a parametrization of torch"
-    reader = next((n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target).startswith(path + ".")), None)
-    return f"its parameters are read by '{reader.name}'" if reader is not None else None
+    return None
 
 
 def _parametrizations(module: nn.Module) -> list[nn.Module]:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from fx_passes.graph.hooks import refuse_hooks, share_hooks
+
 __all__ = ["GraphModuleWithAttr", "copy_graph_module", "delete_unused", "set_buffer", "set_submodule"]
 
 _SELF = "_self"
@@ -80,6 +82,10 @@ class GraphModuleWithAttr(GraphModule):
         reasons = {n.target: n.meta["untraceable"] for n in graph.nodes if "untraceable" in n.meta}
         self.meta["leaf_reasons"] = {**self.meta.get("leaf_reasons", {}), **reasons}
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not the user's `__call__`, nor the root's hooks: what they do is in the graph.
+        return nn.Module.__call__(self, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -134,7 +140,7 @@ class GraphModuleWithAttr(GraphModule):
         return new
 
     def __copy__(self) -> GraphModuleWithAttr:
-        return copy_graph_module(self)  # type: ignore[return-value]
+        return share_hooks(_copied_module(self), self)  # type: ignore[return-value]
 
 
 def copy_graph_module(gm: GraphModule) -> GraphModule:
@@ -142,7 +148,15 @@ def copy_graph_module(gm: GraphModule) -> GraphModule:
 
     Node metas and `gm.meta` are copied one level deep. Adding, replacing or removing submodules or buffers of the
     copy with `set_submodule` and `set_buffer` leaves `gm` as it is.
+
+    Raises:
+        StageError: there are forward hooks on `gm`, which would be lost.
     """
+    refuse_hooks(gm)
+    return _copied_module(gm)
+
+
+def _copied_module(gm: GraphModule) -> GraphModule:
     new = type(gm).__new__(type(gm))
     _bare_init(new, type(gm).__name__)
     for key, value in gm.__dict__.items():
@@ -338,7 +352,7 @@ def _is_torch_leaf(module: nn.Module) -> bool:
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """Same class and attributes, same tensors and children, but its own tables of them."""
     if isinstance(module, GraphModule):
-        return copy_graph_module(module)
+        return share_hooks(_copied_module(module), module)
     new = object.__new__(type(module))
     new.__dict__.update(module.__dict__)
     for key in _MODULE_TABLES:

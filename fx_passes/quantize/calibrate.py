@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from fx_passes.entry.ambient import as_caller, plain_state
+from fx_passes.entry.call import arguments_of, call_signature
 from fx_passes.errors import CalibrationError, InputError, StageError
 from fx_passes.quantize.prepare import observers_of
 
-__all__ = ["arguments_of", "calibrate", "call_with_batch", "check_batch", "checked", "shown", "synchronize"]
+__all__ = ["calibrate", "call_with_batch", "check_batch", "checked", "shown", "synchronize"]
 
 
+@plain_state()
 def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = False) -> int:
     """Run every batch through `prepared`, whose observers take in the values.
 
@@ -48,7 +51,7 @@ def calibrate(prepared: GraphModule, batches: Iterable[Any], progress: bool = Fa
         )
     count, example = 0, prepared.meta.get("example_inputs")
     with torch.no_grad():
-        for batch in checked(shown(batches) if progress else batches, prepared.forward, example):
+        for batch in checked(shown(batches) if progress else batches, call_signature(prepared), example):
             call_with_batch(prepared, batch)
             count += 1
     if not count:
@@ -66,35 +69,21 @@ def call_with_batch(model: torch.nn.Module, batch: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a batch as `calibrate` takes it."""
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    if isinstance(batch, dict):
-        return (), batch
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    raise InputError(
-        f"a batch is a {type(batch).__name__}",
-        hint="pass tensors, tuples of the model's positional arguments, or dicts of its keyword arguments",
-    )
-
-
-def checked(batches: Iterable[Any], forward: Callable[..., Any], example: Any) -> Iterator[Any]:
-    """The batches, each of which fits `forward` and the example; after the last, a warning if all were zero.
+def checked(batches: Iterable[Any], signature: inspect.Signature, example: Any) -> Iterator[Any]:
+    """The batches, each of which fits a signature and the example; after the last, a warning if all were zero.
 
     Args:
         batches: as `calibrate` takes them.
-        forward: what they are given to.
-        example: inputs that `forward` is known to take, or None.
+        signature: of what they are given to.
+        example: inputs that it is known to take, or None.
 
     Raises:
         InputError: as `check_batch`.
     """
     zero: str | None = None
     alive = False
-    for index, batch in enumerate(batches):
-        given = check_batch(batch, index, forward, example)
+    for index, batch in enumerate(as_caller(batches)):
+        given = check_batch(batch, index, signature, example)
         values = {name: t for name, value in given.items() for t in _tensors(value) if t.is_floating_point()}
         zero = zero or next(iter(values), None)
         alive = alive or any(bool(t.any()) for t in values.values())
@@ -107,18 +96,17 @@ def checked(batches: Iterable[Any], forward: Callable[..., Any], example: Any) -
         )
 
 
-def check_batch(batch: Any, index: int, forward: Callable[..., Any], example: Any) -> dict[str, Any]:
+def check_batch(batch: Any, index: int, signature: inspect.Signature, example: Any) -> dict[str, Any]:
     """The arguments of a batch by their names.
 
     Args:
-        batch, forward, example: as in `checked`.
+        batch, signature, example: as in `checked`.
         index: number of the batch, for messages.
 
     Raises:
-        InputError: `forward` does not take these arguments, or an argument has floating point values where the
+        InputError: the signature does not take these arguments, or an argument has floating point values where the
             example's has others (also of another width).
     """
-    signature = inspect.signature(forward)
     args, kwargs = arguments_of(batch)
     try:
         given = signature.bind(*args, **kwargs).arguments

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.capture.exclusive import in_turn
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import QuantizationError, StageError
 from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer, set_submodule
 from fx_passes.graph.node_meta import inherit_meta
@@ -33,6 +34,7 @@ __all__ = ["convert_fx"]
 
 
 @in_turn
+@plain_state()
 def convert_fx(prepared: GraphModule, batches: Iterable[Any] | None = None, *, progress: bool = False) -> GraphModule:
     """Replace observers by quantize-dequantize pairs, and float weights by int8 ones.
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fx_passes.capture.exclusive import in_turn
+from fx_passes.entry.ambient import plain_state
 from fx_passes.fuse.attention import write_out_attention
 from fx_passes.ops import op_of
 from fx_passes.quantize.annotation import quantized_values
@@ -38,6 +39,7 @@ DEFAULT_OBSERVER = "minmax"
 
 
 @in_turn
+@plain_state()
 def prepare_calibration_fx(
     model: nn.Module,
     example_inputs: Any = None,

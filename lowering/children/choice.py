@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from fx_passes import fuse_fx, trace
 from fx_passes.capture.state import restored_state
 from fx_passes.capture.wrap import is_wrapped_module
+from fx_passes.entry.call import has_own_call
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.graph.copies import eval_copy
+from fx_passes.graph.hooks import without_hooks
 from fx_passes.ops import OPS, Role
 from lowering.children.calls import Call, Opaque, Shape, record_calls
 from lowering.children.lowered import Accepts, TensorRange
@@ -194,12 +196,14 @@ class _Chooser:
             return f"its argument '{strange[0]}' is a {strange[1].kind}"
         if not calls[0].shapes():
             return "it takes no tensor"
+        if has_own_call(type(module)):
+            return "its class has a __call__ of its own"
         child = Child(path, module, calls, self._ranges(path, form), GraphModule({}, torch.fx.Graph()), others)
         blank = [torch.zeros(shape.sizes, dtype=shape.dtype) for shape in calls[0].shapes()]
         sizes = child.sizes(blank)
         try:
             graph = trace(
-                eval_copy(module),
+                without_hooks(eval_copy(module)),  # they run around the lowered forward
                 sizes.export.inputs(),
                 varying=(sizes.min.inputs(), sizes.max.inputs()),
                 concrete_args=_constants(calls[0].arguments),

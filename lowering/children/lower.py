@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from fx_passes import convert_fx, prepare_calibration_fx
 from fx_passes.capture.state import restored_state
+from fx_passes.entry.call import call_signature
 from fx_passes.errors import CalibrationError, CaptureError, InputError, LoweringError, QuantizationError
 from fx_passes.graph.copies import copied_inputs
 from fx_passes.graph.module import set_submodule
@@ -138,7 +139,7 @@ def _quantize(root: nn.Module, choice: Choice, sizes: ShapeRange, request: Reque
 
         return observe
 
-    batches, takes = request.batches(sizes.opt), root.forward
+    batches, takes = request.batches(sizes.opt), call_signature(root, sizes.opt.args, sizes.opt.kwargs)
     with restored_state(root), torch.no_grad(), replaced_forwards(root, observed):
         for batch in checked(shown(batches) if request.shows_progress else batches, takes, sizes.opt.inputs()):
             call_with_batch(root, batch)

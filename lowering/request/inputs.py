@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fx_passes.entry.ambient import as_caller, plain_state
+from fx_passes.entry.call import arguments_of, call_signature
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.graph.copies import copied_inputs
 from fx_passes.quantize.calibrate import check_batch
@@ -31,18 +33,7 @@ class Example:
     @classmethod
     def of(cls, inputs: Any) -> Example:
         """From a tensor (one argument), a tuple or list (positional arguments) or a dict (keyword arguments)."""
-        if isinstance(inputs, Example):
-            return inputs
-        if isinstance(inputs, dict):
-            return cls((), dict(inputs))
-        if isinstance(inputs, (tuple, list)):
-            return cls(tuple(inputs))
-        if isinstance(inputs, Tensor):
-            return cls((inputs,))
-        raise InputError(
-            f"inputs are a {type(inputs).__name__}",
-            hint="pass a tensor, a tuple of the model's positional arguments, or a dict of its keyword arguments",
-        )
+        return inputs if isinstance(inputs, Example) else cls(*arguments_of(inputs))
 
     def inputs(self) -> tuple[Any, ...] | dict[str, Any]:
         """The arguments as the passes take example inputs."""
@@ -57,15 +48,15 @@ class Example:
         """All tensors, in order, also those inside lists and dicts."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
-    def bind(self, forward: Callable[..., Any]) -> None:
-        """Check the arguments against the signature of `forward`.
+    def bind(self, model: nn.Module) -> inspect.BoundArguments:
+        """The arguments by the names that `model` has for them.
 
         Raises:
             InputError: the model cannot be called like this; the message gives its signature.
         """
-        signature = inspect.signature(forward)
+        signature = call_signature(model, self.args, self.kwargs)
         try:
-            signature.bind(*self.args, **self.kwargs)
+            return signature.bind(*self.args, **self.kwargs)
         except TypeError as error:
             raise InputError(
                 f"the model cannot be called with these inputs: {error} (its forward is forward{signature})",
@@ -111,11 +102,11 @@ class CalibrationData:
         self._limit = kept
         self._kept: list[Any] = []
         self._spent = False
-        self._call: tuple[Callable[..., Any], Example] | None = None
+        self._call: tuple[inspect.Signature, Example] | None = None
 
-    def check_against(self, forward: Callable[..., Any], example: Example) -> None:
-        """From now on, refuse batches that `forward` does not take, or whose dtypes are not the example's."""
-        self._call = forward, example
+    def check_against(self, signature: inspect.Signature, example: Example) -> None:
+        """From now on, refuse batches that do not fit a signature, or whose dtypes are not the example's."""
+        self._call = signature, example
 
     def __bool__(self) -> bool:
         return self._source is not None
@@ -135,19 +126,21 @@ class CalibrationData:
             return
         for index, batch in enumerate(self._passed()):
             if self._call is not None:
-                forward, example = self._call
-                check_batch(batch, index, forward, example.inputs())
-            yield copied_inputs(batch)
+                signature, example = self._call
+                check_batch(batch, index, signature, example.inputs())
+            with plain_state():  # whoever asks: tensors made in inference mode could not be written to
+                own = copied_inputs(batch)
+            yield own
 
     def _passed(self) -> Iterator[Any]:
         assert self._source is not None
         if not self._one_shot:
-            yield from self._source
+            yield from as_caller(self._source)
             return
         yield from list(self._kept)
         if self._spent:
             return
-        for batch in self._source:
+        for batch in as_caller(self._source):
             if len(self._kept) < self._limit:
                 self._kept.append(batch)
             yield batch
@@ -177,8 +170,8 @@ def example_for(model: nn.Module, example_inputs: Any, calibration: CalibrationD
             f"no example inputs for {type(model).__name__}",
             hint="pass example_inputs=torch.randn(1, 3, 224, 224), or calibration batches to take the first of",
         )
-    example.bind(model.forward)
-    return example
+    example.bind(model)
+    return example.map(lambda t: t.clone() if t.is_inference() else t)
 
 
 def shape_range(
@@ -241,7 +234,7 @@ def _batch_ranges(dynamic_batch: Any) -> list[tuple[int, int, int]]:
 
 
 def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> ShapeRange:
-    bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+    bound = example.bind(model)
     given = (
         dynamic_shapes if isinstance(dynamic_shapes, dict) else dict(zip(bound.arguments, dynamic_shapes, strict=False))
     )
@@ -264,7 +257,7 @@ def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> Shap
                 return type(value)(resize(v, d) for v, d in zip(value, dims, strict=True))
             return {key: resize(v, dims.get(key)) for key, v in value.items()}
 
-        changed = inspect.signature(model.forward).bind(*example.args, **example.kwargs)
+        changed = example.bind(model)
         for name, dims in given.items():
             changed.arguments[name] = resize(changed.arguments[name], dims)
         return Example(changed.args, changed.kwargs)

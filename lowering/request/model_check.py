@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fx_passes.entry.ambient import refuse_global_hooks
 from fx_passes.errors import InputError
 
 __all__ = ["check_model"]
@@ -27,6 +28,7 @@ def check_model(model: Any) -> None:
             f"model is a {type(model).__name__}, which has no Python forward to capture",
             hint="pass the nn.Module it was scripted or traced from",
         )
+    refuse_global_hooks()
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise InputError(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from fx_passes.entry.ambient import as_caller
+from fx_passes.entry.call import arguments_of
 from fx_passes.partition.recording import bind_inputs, tensors_in
-from fx_passes.quantize.calibrate import arguments_of
 
 __all__ = ["SteppedRun", "batches_that_fit"]
 
@@ -84,7 +85,7 @@ def batches_that_fit(gm: GraphModule, batches: Iterable[Any], copies: int, limit
     """
     kept: list[Any] = []
     needed = 0
-    for batch in batches:
+    for batch in as_caller(batches):
         if not kept:
             run, most = SteppedRun(gm, [batch]), 0
             while run.step():

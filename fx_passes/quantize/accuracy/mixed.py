@@ -13,12 +13,13 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.analysis.cost import estimate_cost
 from fx_passes.analysis.profile import profile_nodes
+from fx_passes.entry.ambient import as_caller, plain_state
+from fx_passes.entry.call import arguments_of
 from fx_passes.errors import InputError, QuantizationError
 from fx_passes.ops import Role, op_of
 from fx_passes.partition.recording import bind_inputs, positional
 from fx_passes.quantize.accuracy.partial import Errors, PartlyQuantized, errors, run
 from fx_passes.quantize.annotation import annotation_of
-from fx_passes.quantize.calibrate import arguments_of
 from fx_passes.quantize.qconfig import QConfig
 
 __all__ = ["MixedPrecision", "Trial", "search_mixed_precision"]
@@ -80,6 +81,7 @@ class MixedPrecision:
         )
 
 
+@plain_state()
 def search_mixed_precision(
     model: nn.Module,
     batches: Iterable[Any],
@@ -123,7 +125,7 @@ def search_mixed_precision(
         ()
     """
     criterion = _Criterion.of(min_sqnr, min_cosine, max_accuracy_drop, metric)
-    batches = list(batches)
+    batches = list(as_caller(batches))
     calibration = batches if calibration is None else calibration
     parts = PartlyQuantized.of(model, target, qconfig, calibration, batches)
     criterion.prepare(parts.reference, batches)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from fx_passes.entry.call import arguments_of
 from fx_passes.errors import InputError, StageError
 from fx_passes.graph.module import set_submodule
 from fx_passes.partition.recording import bind_inputs, positional, tensors_in
 from fx_passes.quantize.accuracy.structure import strip_quantization
-from fx_passes.quantize.calibrate import arguments_of, calibrate
+from fx_passes.quantize.calibrate import calibrate
 from fx_passes.quantize.calibrated import float_reference, rounded_to_nearest
 from fx_passes.quantize.convert import convert_fx
 from fx_passes.quantize.decomposed import is_dequantize, is_quantize

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fx_passes.entry.ambient import as_caller, plain_state
 from fx_passes.graph.node_meta import source_line
 from fx_passes.quantize.accuracy.partial import PartlyQuantized, errors, run
 from fx_passes.quantize.accuracy.report import Sensitivity, SensitivityRow
@@ -16,6 +17,7 @@ from fx_passes.quantize.qconfig import QConfig
 __all__ = ["Sensitivity", "SensitivityRow", "rows_of", "sensitivity"]
 
 
+@plain_state()
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
@@ -50,7 +52,7 @@ def sensitivity(
         >>> len(report.rows)
         2
     """
-    batches = list(batches)
+    batches = list(as_caller(batches))
     parts = PartlyQuantized.of(model, target, qconfig, batches if calibration is None else calibration, batches)
     rows = rows_of(parts, batches)
     expected = [run(parts.reference, batch)[0] for batch in batches]

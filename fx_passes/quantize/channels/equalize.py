@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fx_passes.capture.exclusive import in_turn
+from fx_passes.entry.ambient import plain_state
 from fx_passes.graph.module import copy_graph_module, delete_unused, set_buffer
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.quantize.channels.groups import ChannelGroup, channel_groups, outputs_of
@@ -33,6 +34,7 @@ _SWEEPS, _CONVERGED = 30, 1e-2
 
 
 @in_turn
+@plain_state()
 def equalize_fx(
     model: nn.Module,
     example_inputs: Any = None,

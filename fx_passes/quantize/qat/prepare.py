@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.capture.exclusive import in_turn
+from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, QuantizationError, StageError
+from fx_passes.graph.functions import rebind_functions
 from fx_passes.graph.module import set_submodule
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import bind, module_of, op_of
@@ -41,6 +43,7 @@ _DEFAULT_OBSERVER = "running"
 
 
 @in_turn
+@plain_state()
 def prepare_qat_fx(
     model: nn.Module,
     example_inputs: Any = None,
@@ -187,6 +190,7 @@ def _trainable_graph(model: nn.Module) -> tuple[GraphModule, bool]:
         graph = copy.deepcopy(model)
         return (functionalize(graph) if stage == "traced" else graph), model.training
     own = copy.deepcopy(model)
+    rebind_functions(own, model)
     _check_same_path(trace(own.train()).graph, (graph := trace(own.eval())).graph, model)
     return functionalize(graph), model.training
 
