@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, StageError
+from fx_passes.graph.copies import deep_copy
 from fx_passes.graph.node_meta import inherit_meta
 from fx_passes.ops import Op, Role, is_inplace, module_of, op_of
 
@@ -383,9 +384,7 @@ class _FxHost:
 
         path = str(node.target)
         if path not in self._lowered_modules:
-            import copy
-
-            lowered = copy.deepcopy(_module(node)).to(self.dtype)
+            lowered = deep_copy(_module(node)).to(self.dtype)
             self._lowered_modules[path] = self._free(f"{path}_{_suffix(self.dtype)}")
             set_submodule(self.new, self._lowered_modules[path], lowered)
         return self._lowered_modules[path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from fx_passes.errors import InputError, StageError
+from fx_passes.graph.copies import deep_copy
 
 if TYPE_CHECKING:
     from lowering.request.inputs import ShapeRange
@@ -46,7 +46,7 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
             )
         _check_target(model, target, request)
         if stage == "prepared" and data:
-            model = copy.deepcopy(model)
+            model = deep_copy(model)
             calibrate(model, data, progress=request.shows_progress)
         return model if stage == "converted" else _converted(model, sizes, request)
     inputs = sizes.opt.inputs()
@@ -61,7 +61,8 @@ def captured(model: nn.Module, sizes: ShapeRange, request: Request) -> GraphModu
     prepared = prepare_calibration_fx(fused, inputs, target=target, qconfig=qconfig)
     if not data:
         warn_of_few(stacklevel=5)
-    with restored_state(model):  # calls that calibrate are none of the caller's: a counter in a buffer stays
+    # Calls that calibrate are none of the caller's: a counter in a buffer stays, and one that a wrapped method keeps.
+    with restored_state(prepared.__dict__.get("_self", model)):
         calibrate(prepared, request.batches(sizes.opt), progress=request.shows_progress)
         return _converted(prepared, sizes, request)
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fx_passes.analysis.shapes import concrete_shape, propagate_shapes, shape_text
 from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError
+from fx_passes.graph.copies import deep_copy
 from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import Op, Role, bind, is_inplace, module_of, op_of
 from fx_passes.ops.flops import conv_transpose_flops
@@ -263,11 +264,9 @@ def _counted_flops(node: Node, gm: GraphModule) -> int | None:
 
 
 def _fake_module(module: nn.Module, mode: Any) -> nn.Module:
-    import copy
-
     tensors = (*module.parameters(), *module.buffers())
     memo: dict[int, Any] = {id(t): mode.from_tensor(t, static_shapes=True) for t in tensors}
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
 
 
 # --- sizes

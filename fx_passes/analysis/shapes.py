@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, LoweringError
+from fx_passes.graph.copies import deep_copy
 from fx_passes.graph.module import copy_graph_module
 
 __all__ = ["concrete_shape", "propagate_shapes", "shape_text"]
@@ -128,7 +128,7 @@ class _ShapeInterpreter(Interpreter):
             if id(value) not in self._modules:
                 tensors = (*value.parameters(), *value.buffers())
                 memo: dict[int, Any] = {id(t): self.symbols.mode.from_tensor(t, static_shapes=True) for t in tensors}
-                self._modules[id(value)] = copy.deepcopy(value, memo)
+                self._modules[id(value)] = deep_copy(value, memo)
             return self._modules[id(value)]
         return self.symbols.mode.from_tensor(value, static_shapes=True) if _is_real(value) else value
 

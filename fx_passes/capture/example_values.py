@@ -6,7 +6,6 @@ neither has what a Python fallback computes. A branch taken by such a value is c
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.capture.patching import activate
+from fx_passes.capture.state import restored_state
 from fx_passes.errors import InputError
+from fx_passes.graph.copies import deep_copy
 
 __all__ = ["UNKNOWN", "ExampleValues", "check_branch"]
 
@@ -88,7 +89,9 @@ class ExampleValues:
         if node.op == "get_attr":
             return self._fake(node.meta["constant"] if "constant" in node.meta else self._attribute(target))
         if node.op == "call_module":
-            return self._module(target)(*args, **kwargs)
+            module = self._module(target)
+            with restored_state(module, tensors=False):  # a cache of the user's must not keep fake tensors
+                return module(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
@@ -102,7 +105,7 @@ class ExampleValues:
             module = self.root.get_submodule(path)
             tensors = (*module.parameters(), *module.buffers())
             memo: dict[int, Any] = {id(t): self._mode.from_tensor(t) for t in tensors}
-            self._modules[path] = copy.deepcopy(module, memo)
+            self._modules[path] = deep_copy(module, memo)
         return self._modules[path]
 
     def _fake(self, value: Any) -> Any:

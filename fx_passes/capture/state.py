@@ -6,45 +6,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 from fx_passes.capture.attributes import written_in_place
 from fx_passes.capture.patching import current_tracer
+from fx_passes.capture.reachable import Reachable
 from fx_passes.capture.sources import user_line
 
 __all__ = ["recorded_buffer_assignment", "restored_state"]
 
 
 @contextmanager
-def restored_state(root: nn.Module) -> Iterator[None]:
-    """Give every module its attributes and small state back: forward may set them, and a trace is no call."""
-    modules = list(root.modules())
-    user_root = root.__dict__.get("_self")
-    if isinstance(user_root, nn.Module):
-        modules += list(user_root.modules())
-    tables = ("_parameters", "_buffers", "_modules")
-    attributes = [(m, dict(m.__dict__), {t: dict(m.__dict__[t]) for t in tables}) for m in modules]
-    tensors = [t for m in modules for t in (*m._buffers.values(), *m.__dict__.values()) if isinstance(t, torch.Tensor)]
-    saved = [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors]
+def restored_state(root: nn.Module, *, tensors: bool = True) -> Iterator[Reachable]:
+    """Undo what the code of a model does to anything but its results: a trace is no call of the caller's.
+
+    Attributes, what stands in them, class attributes and the globals that code names are as before when the context
+    ends, however it ends; so are tensors that are no parameters. Functions under `functools.lru_cache` have an empty
+    cache until then.
+
+    Args:
+        root: the model.
+        tensors: whether to restore the values of tensors. Not those of fake ones, which have none.
+    """
+    reachable = Reachable(root, tensors)
     try:
-        yield
+        with reachable.with_empty_caches():
+            yield reachable
     finally:
-        for module, before, entries in attributes:
-            module.__dict__.clear()
-            module.__dict__.update(before)
-            for table, content in entries.items():
-                module.__dict__[table].clear()
-                module.__dict__[table].update(content)
-        with torch.no_grad():
-            for tensor, version, value in saved:
-                # Not by version alone: batch_norm updates its statistics without counting.
-                counted = version is not None and tensor._version != version
-                if counted or not torch.equal(tensor, value):
-                    with torch.inference_mode(tensor.is_inference()):
-                        tensor.copy_(value)
+        reachable.restore()
 
 
 @contextmanager

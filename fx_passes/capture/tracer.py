@@ -334,7 +334,7 @@ class QuantizationTracer(AnsweringTracer):
                 raise TraceError("uses a value that a submodule, which could not be traced, has left behind")
             return a.node
         if isinstance(a, torch.Tensor):
-            path = self._tensor_paths.get(id(a)) or self.tensor_attrs.get(a)
+            path = self._tensor_paths.get(id(a)) or self._attribute_path(a)
             return self.create_node("get_attr", path, (), {}) if path else self._constant("_tensor_constant", a)
         if isinstance(a, nn.Module):
             path = self.object_path(a)
@@ -363,6 +363,15 @@ class QuantizationTracer(AnsweringTracer):
             if holds_traced(a):
                 raise TraceError(f"a {type(a).__name__} that holds traced values is passed on or returned") from None
             return self._constant("_object_constant", a)
+
+    def _attribute_path(self, tensor: torch.Tensor) -> str | None:
+        """Where the root keeps a tensor in a plain attribute; None if its class has a default of that name.
+
+        The graph module has that class too, and would find the default.
+        """
+        path = self.tensor_attrs.get(tensor)
+        owner, _, name = (path or "").rpartition(".")
+        return None if path and hasattr(type(self.root.get_submodule(owner)), name) else path
 
     def _dict_subclass(self, a: Any) -> Any:
         items = {k: a[k] for k in a}

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fx_passes.graph.functions import rebind_functions
 
-__all__ = ["copied_inputs", "eval_copy", "shared_copy"]
+__all__ = ["CopiedResults", "copied_inputs", "deep_copy", "eval_copy", "shared_copy"]
+
+T = TypeVar("T")
+
+
+class CopiedResults(TorchFunctionMode):
+    """While it is on, `copy.deepcopy` copies tensors that autograd has computed as well, as values without a history.
+
+    A model may keep such tensors from a call: features in a list, the weight of the older weight_norm. One that was
+    made in inference mode becomes an ordinary one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or (args[0].is_leaf and not args[0].is_inference()):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        return memo[id(tensor)]
+
+
+def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """`copy.deepcopy`, for models that have been called with gradients, too."""
+    with CopiedResults():
+        return copy.deepcopy(value, memo)
 
 
 def shared_copy(model: nn.Module) -> Any:
@@ -21,10 +46,7 @@ def shared_copy(model: nn.Module) -> Any:
     root = model.__dict__.get("_self")
     modules = [model, root] if isinstance(root, nn.Module) else [model]
     shared: dict[int, Any] = {id(t): _ordinary(t) for m in modules for t in (*m.parameters(), *m.buffers())}
-    for module in (child for m in modules for child in m.modules()):
-        # Results of autograd that a module keeps (the weight of the older weight_norm) cannot be copied.
-        shared.update({id(t): t for t in vars(module).values() if isinstance(t, Tensor) and t.grad_fn is not None})
-    new = copy.deepcopy(model, shared)
+    new: Any = deep_copy(model, shared)
     for ours, theirs in zip(new.modules(), model.modules(), strict=True):
         # nn.TransformerDecoderLayer.__setstate__ puts F.relu before an activation that is a module.
         if isinstance(ours, nn.TransformerDecoderLayer) and "activation" not in vars(theirs):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from fx_passes.graph.copies import deep_copy
 from fx_passes.graph.hooks import refuse_hooks, share_hooks
 
 __all__ = ["GraphModuleWithAttr", "copy_graph_module", "delete_unused", "set_buffer", "set_submodule"]
@@ -135,7 +136,7 @@ class GraphModuleWithAttr(GraphModule):
         _bare_init(new, type(self).__name__)
         for key, value in self.__dict__.items():
             if key not in ("_graph", _OWNED):
-                new.__dict__[key] = copy.deepcopy(value, memo)
+                new.__dict__[key] = deep_copy(value, memo)
         new.graph = _copied_graph(self.graph)
         return new
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from fx_passes.capture.exclusive import in_turn
 from fx_passes.entry.ambient import plain_state
 from fx_passes.errors import InputError, QuantizationError, StageError
+from fx_passes.graph.copies import deep_copy
 from fx_passes.graph.functions import rebind_functions
 from fx_passes.graph.module import set_submodule
 from fx_passes.graph.node_meta import inherit_meta
@@ -187,9 +187,9 @@ def _trainable_graph(model: nn.Module) -> tuple[GraphModule, bool]:
             raise StageError(f"a graph that is {stage} cannot be trained", hint="start from the float model")
         if model.meta.get("training", model.training):
             raise StageError("this graph was traced in train mode", hint="call model.eval() before trace(model)")
-        graph = copy.deepcopy(model)
+        graph = deep_copy(model)
         return (functionalize(graph) if stage == "traced" else graph), model.training
-    own = copy.deepcopy(model)
+    own = deep_copy(model)
     rebind_functions(own, model)
     _check_same_path(trace(own.train()).graph, (graph := trace(own.eval())).graph, model)
     return functionalize(graph), model.training

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.capture.quiet import quiet_torch
+from fx_passes.capture.state import restored_state
 from fx_passes.capture.tensor_indices import taken
 from fx_passes.errors import ExportError, InputError
 from lowering.segment.normal_form.einsum import normalize_einsums
@@ -42,7 +43,7 @@ def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tupl
     """
     _check_example(inputs, example)
     marked = _with_export_meta(segment)
-    with quiet_torch(), torch.no_grad():
+    with restored_state(segment), quiet_torch(), torch.no_grad():
         exported = _export(marked, inputs, example, segment)
         functionalize_fresh(exported.graph)
         if not is_functional(exported.graph_module):
