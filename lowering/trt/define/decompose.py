@@ -10,7 +10,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from lowering.trt.define.recurrent import lstm
 from lowering.trt.define.registry import converter_for
 
 __all__ = ["decomposed"]
@@ -34,15 +33,15 @@ def decomposed(node: Node) -> GraphModule | None:
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
         return None
-    function = _written_out().get(node.target, node.target)
     inputs = node.all_input_nodes
     position = {n: i for i, n in enumerate(inputs)}
 
     def call(*values: Any) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[position[n]])
-        return function(*args, **kwargs)
+        return target(*args, **kwargs)
 
     before = _guards(node)
     try:
@@ -52,7 +51,7 @@ def decomposed(node: Node) -> GraphModule | None:
         return None  # the decomposition asks for values, or has effects
     parts.graph.eliminate_dead_code()
     calls = [inner for inner in parts.graph.nodes if inner.op == "call_function"]
-    if any(inner.target is node.target for inner in calls) or _guards(node) != before:
+    if any(inner.target is target for inner in calls) or _guards(node) != before:
         return None
     for inner in calls:
         for key in _ORIGIN:
@@ -67,15 +66,6 @@ def _table() -> dict[Any, Callable]:
     from torch._decomp import core_aten_decompositions
 
     return {op: function for op, function in core_aten_decompositions().items() if converter_for(op) is None}
-
-
-@cache
-def _written_out() -> dict[Any, Callable]:
-    """Python definitions of recurrent layers: torch's C++ ones end in kernels of one library."""
-    from torch._decomp import decomposition_table
-
-    ops = [getattr(torch.ops.aten, name).input for name in ("gru", "rnn_tanh", "rnn_relu")]
-    return {torch.ops.aten.lstm.input: lstm, **{op: decomposition_table[op] for op in ops if op in decomposition_table}}
 
 
 def _guards(node: Node) -> int:

@@ -16,19 +16,20 @@ turning the first error in TensorRT's log into an exception that names the node.
 | reduction | `reduce`, `mean`, `softmax`, `topk`, `cumsum`, `normalization` |
 | windows | `convolution`, `deconvolution`, `pool` |
 | contraction | `matmul`, `einsum`, `quantize`, `dequantize` |
+| loops | `scan` |
 
 For anything else: make the layer with `net.definition.add_...`, then ``return net.add("kind", layer)``.
 """
 
 from __future__ import annotations
 
-from lowering.trt.define.net.contraction import Contraction
 from lowering.trt.define.net.core import Tensor, Value
+from lowering.trt.define.net.loops import Loops
 from lowering.trt.define.net.scalar import Scalar
 from lowering.trt.define.net.sizes import Size, is_static, product
 
 __all__ = ["Net", "Scalar", "Size", "Tensor", "Value", "is_static", "product"]
 
 
-class Net(Contraction):
+class Net(Loops):
     """All primitives, on one network definition."""
