@@ -51,4 +51,4 @@ class Loops(Contraction):
 
     def _step_count(self, sequence: Value) -> Tensor:
         size = self.size(sequence, 0)
-        return self.tensor(torch.tensor(size) if isinstance(size, int) else size, torch.int64, rank=0)
+        return self.tensor(torch.tensor(size) if isinstance(size, int) else size, torch.int32, rank=0)
