@@ -84,7 +84,16 @@ class BackendUnavailableError(LoweringError):
 
 
 class InputError(LoweringError):
-    """An argument has the wrong type, rank, dtype, size or value."""
+    """An argument has the wrong type, rank, dtype, size or value.
+
+    Args:
+        other_sizes: the inputs would be right for the model, but their sizes take it through code that was not
+            captured: another branch, another number.
+    """
+
+    def __init__(self, what: str, *, node: Node | None = None, hint: str | None = None, other_sizes: bool = False):
+        super().__init__(what, node=node, hint=hint)
+        self.other_sizes = other_sizes
 
 
 class ArtifactError(LoweringError):

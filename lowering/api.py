@@ -147,10 +147,11 @@ def lower_to_onnx(
 
 def _lower(model: nn.Module, example_inputs: Any, dynamic: tuple[DynamicBatch, Any], request: Request) -> LoweredModule:
     """The pipeline shared by all backends, which differ in placement target, in what they take and what they build."""
+    from fx_passes.capture.export import open_sizes
     from lowering.capture import captured
     from lowering.children.lower import lower_children
 
-    with plain_state(), _collector_paused():
+    with plain_state(), _collector_paused(), open_sizes():
         check_model(model)
         example = example_for(model, example_inputs, request.data)
         request.data.check_against(call_signature(model, example.args, example.kwargs), example)
@@ -213,7 +214,11 @@ def _check_smallest(lowered: LoweredModule, backend: Any, sizes: Any) -> None:
         return
     run = lowered.simulate if backend.simulates else lowered
     example: Example = sizes.min.map(torch.clone)
-    run(*example.args, **example.kwargs)
+    try:
+        run(*example.args, **example.kwargs)
+    except InputError as error:
+        if not error.other_sizes:  # else the model's code takes another branch there, which each call checks
+            raise
 
 
 def _search(placement: str | PlacementSearch, precision: str, target: str, build: bool) -> PlacementSearch | None:

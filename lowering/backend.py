@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError
 from lowering.records import SegmentInfo
+from lowering.segment.checks import all_checks
 from lowering.segment.segment import Segment, graph_of
 from lowering.summary import op_rows, precision_text
 
@@ -57,21 +59,29 @@ def install(glue: GraphModule, name: str, backend: nn.Module, program: AtenProgr
 
     The buffers that the program updates become the segment's own copies: what a call changes is never the caller's.
     """
-    values = dict(glue.get_submodule(name).named_buffers())
+    segment = glue.get_submodule(name)
+    values = dict(segment.named_buffers())
     buffers = {fqn: values[fqn] for fqn in program.buffer_inputs}
-    setattr(glue, name, Segment(name, backend, program.writebacks, buffers))
+    checks = all_checks(program, segment, getattr(backend, "simulate", backend))
+    setattr(glue, name, Segment(name, backend, program.writebacks, buffers, checks))
 
 
 def built_segments(parts: Segmented, request: Request) -> list[SegmentInfo]:
     """Build every segment in its place in `parts.glue`, or put in its place what says that nothing was built."""
-    if request.build:
-        return [request.backend.lower(parts, name, program) for name, program in parts.programs.items()]
+    lower = request.backend.lower if request.build else partial(_unbuilt, request)
     infos = []
     for name, program in parts.programs.items():
-        precision = precision_text("int8" if request.precision == "auto" else request.precision, request.settings)
-        infos.append(segment_info(parts, name, backend=f"{request.backend.target} (dry run)", precision=precision))
-        install(parts.glue, name, Unbuilt(), program)
+        info = lower(parts, name, program)
+        info.checks = [str(check) for check in parts.glue.get_submodule(name).checks]  # type: ignore[union-attr]
+        infos.append(info)
     return infos
+
+
+def _unbuilt(request: Request, parts: Segmented, name: str, program: AtenProgram) -> SegmentInfo:
+    precision = precision_text("int8" if request.precision == "auto" else request.precision, request.settings)
+    info = segment_info(parts, name, backend=f"{request.backend.target} (dry run)", precision=precision)
+    install(parts.glue, name, Unbuilt(), program)
+    return info
 
 
 class Unbuilt(nn.Module):

@@ -142,6 +142,8 @@ def _segment_lines(segment: SegmentInfo, gpu: str | None) -> list[str]:
         f"{segment.name}: {segment.backend}, {segment.precision}, {segment.nodes} operators, "
         f"{segment.flops / 1e9:.2f} GFLOPs"
     ]
+    if segment.checks:
+        lines += ["  for sizes for which:", *(f"    {check}" for check in segment.checks)]
     if segment.ops:
         lines += _coverage_lines(segment.ops)
     for engine in segment.engines:

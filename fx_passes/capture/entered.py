@@ -19,11 +19,12 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 
 from fx_passes.capture.arguments import ArgumentPlan, check_fixed
+from fx_passes.capture.assumptions import assumptions
 from fx_passes.capture.conditions import UntranslatableError
 from fx_passes.capture.example_values import check_branch
+from fx_passes.capture.export import Guard, export_program, exporting
 from fx_passes.capture.importer import ProgramImporter
 from fx_passes.capture.patching import activate
-from fx_passes.capture.quiet import quiet_torch
 from fx_passes.capture.sources import failure_reason
 from fx_passes.capture.state import restored_state
 from fx_passes.capture.structures import make_instance, mapped
@@ -49,6 +50,7 @@ class _Call:
         result: what it gave, after its hooks.
         wrapped: whether something wrapped ran in it.
         varying: for each tensor among the arguments, the dimensions that differ between the runs.
+        ends: the shapes of these tensors in the other runs.
         program: once it is exported.
     """
 
@@ -56,12 +58,14 @@ class _Call:
     result: Any = None
     wrapped: bool = False
     varying: list[frozenset[int]] | None = None
+    ends: list[list[tuple[int, ...]]] | None = None
     program: _Program | None = None
 
 
 @dataclass
 class _Program:
     exported: ExportedProgram
+    guards: list[Guard]
     result: Any  # with a `_Slot` for each value that the program returns
 
 
@@ -123,7 +127,9 @@ class EnteredModules:
             if any(len(other[path]) != len(recorded[path]) for other in others):
                 raise CaptureError(f"'{path}' is called another number of times at other sizes")
             for one, *rest in zip(recorded[path], *(other[path] for other in others), strict=True):
-                one.varying = _differing(*(_tensors(other.arguments) for other in rest))
+                tensors = [_tensors(other.arguments) for other in rest]
+                one.varying = _differing(*tensors)
+                one.ends = [[tuple(t.shape) for t in end] for end in tensors]
         return recorded
 
     # -- their programs ----------------------------------------------------------------------------------------
@@ -151,14 +157,17 @@ class EnteredModules:
             {d: Dim.AUTO if d in open_ else Dim.STATIC for d in range(tensor.dim())}
             for tensor, open_ in zip(tensors, free, strict=True)
         ]
-        with restored_state(module), torch.random.fork_rng(devices=[]), quiet_torch(stack_traces=True), torch.no_grad():
+        with restored_state(module), torch.random.fork_rng(devices=[]), exporting(stack_traces=True):
             try:
-                exported = torch.export.export(
-                    flat, tuple(tensors), dynamic_shapes={"tensors": tuple(dims)}, strict=False
-                )
+                exported = export_program(flat, tuple(tensors), dynamic_shapes={"tensors": tuple(dims)})
             except Exception as error:
                 raise CaptureError(f"torch.export: {failure_reason(error)}"[:400]) from error
-        return _Program(exported, flat.call()[1][-1])
+            result = flat.call()[1][-1]
+            try:
+                guards = assumptions(exported, flat, tensors, call.ends)
+            except UntranslatableError as what:
+                raise CaptureError(f"torch.export takes '{what}' for granted, which a graph cannot check") from None
+        return _Program(exported, guards, result)
 
     # -- in the graph ------------------------------------------------------------------------------------------
 
@@ -182,13 +191,13 @@ class EnteredModules:
                 tracer.graph,
                 self.root,
                 call.program.exported,
-                {"tensors": proxies},
                 proxies,
+                call.program.guards,
                 call.varying,
                 path_of=lambda name: _below(path, name),
                 constant=lambda value: tracer.create_arg(value),
             )
-        except (LoweringError, UntranslatableError) as error:
+        except LoweringError as error:
             raise TraceError(f"torch.export: {error}") from error
         leaves = program.results()
         program.erase_unread(leaves)

@@ -7,6 +7,9 @@ neither has what a Python fallback computes. A branch taken by such a value is c
 from __future__ import annotations
 
 import operator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +22,11 @@ from fx_passes.capture.state import restored_state
 from fx_passes.errors import InputError
 from fx_passes.graph.copies import deep_copy
 
-__all__ = ["UNKNOWN", "ExampleValues", "check_branch"]
+__all__ = ["UNKNOWN", "ExampleValues", "check_branch", "noted_branches"]
 
 UNKNOWN = object()
+
+_thread = threading.local()
 
 
 def check_branch(value: Any, expected: Any, line: str) -> None:
@@ -31,13 +36,30 @@ def check_branch(value: Any, expected: Any, line: str) -> None:
         InputError: another outcome.
     """
     if (bool(value) if isinstance(expected, bool) else value) != expected:
+        noted = getattr(_thread, "noted", None)
+        if noted is not None and isinstance(expected, bool):
+            noted.append(line)
+            return
         raise InputError(
             f"the graph was traced with inputs for which this is {expected}, and now it is not: {line}",
             hint="trace again with example inputs of these sizes",
+            other_sizes=True,
         )
 
 
 torch.fx.node.has_side_effect(check_branch)
+
+
+@contextmanager
+def noted_branches() -> Iterator[list[str]]:
+    """Let `check_branch` note the lines at which a condition, not a number, comes out otherwise, and go on."""
+    before = getattr(_thread, "noted", None)
+    noted: list[str] = []
+    _thread.noted = noted
+    try:
+        yield noted
+    finally:
+        _thread.noted = before
 
 
 class ExampleValues:

@@ -20,10 +20,11 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from fx_passes.capture.arguments import ArgumentPlan
+from fx_passes.capture.assumptions import assumptions
 from fx_passes.capture.conditions import UntranslatableError
+from fx_passes.capture.export import export_program, exporting
 from fx_passes.capture.importer import ProgramImporter
 from fx_passes.capture.patching import activate
-from fx_passes.capture.quiet import quiet_torch
 from fx_passes.capture.sources import failure_reason
 from fx_passes.capture.state import restored_state
 from fx_passes.capture.tensor_indices import TensorIndices
@@ -58,25 +59,39 @@ def exported_graph(model: nn.Module, example_inputs: Any, varying: tuple[Any, An
     refuse_global_hooks()
     plan = ArgumentPlan(model, None, example_inputs)
     _refuse_wrapped_calls(model, plan)
-    free = None if varying is None else _differing(*(_tensors(ArgumentPlan(model, None, inputs)) for inputs in varying))
+    ends = None if varying is None else [_tensors(ArgumentPlan(model, None, inputs)) for inputs in varying]
+    free = None if ends is None else _differing(*ends)
     try:
-        return _imported(model, plan, _export(model, plan, free), free)
+        return _imported(model, plan, _export(model, plan, free), free, ends)
     except UntranslatableError as relation:
         if free is not None:
             raise CaptureError(
                 f"torch.export relates dynamic sizes by '{relation}', which a graph cannot check"
             ) from None
         fixed = [frozenset[int]()] * len(_tensors(plan))
-        return _imported(model, plan, _export(model, plan, fixed), fixed)
+        return _imported(model, plan, _export(model, plan, fixed), fixed, ends)
 
 
 def _imported(
-    model: nn.Module, plan: ArgumentPlan, exported: ExportedProgram, varying: Sequence[frozenset[int]] | None
+    model: nn.Module,
+    plan: ArgumentPlan,
+    exported: ExportedProgram,
+    varying: Sequence[frozenset[int]] | None,
+    ends: Sequence[Sequence[Tensor]] | None,
 ) -> Graph:
     """The program as a graph over `model`, with the model's own signature and structure of results."""
     graph = Graph()
     arguments = plan.opened(GraphAppendingTracer(graph), lambda leaf: not isinstance(leaf, Tensor))
-    program = ProgramImporter(graph, model, exported, arguments, plan.leaves(arguments), varying)
+    call, shapes = plan.call(), None if ends is None else [[tuple(t.shape) for t in end] for end in ends]
+
+    def original(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(remaining), (call.args, call.kwargs))
+        with restored_state(model):
+            return model(*args, **kwargs)
+
+    guards = assumptions(exported, original, plan.leaves(plan.examples), shapes)
+    program = ProgramImporter(graph, model, exported, plan.leaves(arguments), guards, varying)
     graph.output(_structure(graph, exported.call_spec.out_spec, iter(program.results())))
     program.erase_unread(())
     graph.lint()
@@ -144,10 +159,10 @@ def _export(model: nn.Module, plan: ArgumentPlan, varying: Sequence[frozenset[in
         with TensorIndices():
             return forward(*args, **kwargs)
 
-    with restored_state(model), torch.random.fork_rng(devices=[]), quiet_torch(stack_traces=True), torch.no_grad():
+    with restored_state(model), torch.random.fork_rng(devices=[]), exporting(stack_traces=True):
         model.forward = traced
         try:
-            return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying), strict=False)
+            return export_program(model, call.args, call.kwargs, dynamic_shapes=_dims(plan, varying))
         except Exception as error:
             raise CaptureError(f"torch.export refuses {type(model).__name__}: {_summary(error)}") from error
 

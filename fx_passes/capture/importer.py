@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.utils import _pytree as pytree
 
-from fx_passes.capture.conditions import condition_node
+from fx_passes.capture.conditions import condition_node, worded
 from fx_passes.capture.example_values import check_branch
-from fx_passes.capture.sources import traced_source
+from fx_passes.capture.export import Guard
+from fx_passes.capture.sources import line_text, traced_source
 from fx_passes.errors import CaptureError
 from fx_passes.ops import OPS, Role
 
@@ -33,7 +34,6 @@ _ONE_OP_LAYERS = tuple(
     module for op in OPS.values() if op.role is Role.WEIGHTED or op.name == "batch_norm" for module in op.modules
 )
 _OP_OF_MODULE = {module: op for op in OPS.values() for module in op.modules}
-_GUARD_OF_ONE_SIZE = re.compile(r"L(\[[^\]]+\])+\.size\(\)\[\d+\] == \d+")
 
 
 class ProgramImporter:
@@ -43,8 +43,8 @@ class ProgramImporter:
         graph: where the nodes go.
         model: the module that the graph is of.
         exported: the program of `model`, or of a part of it.
-        arguments: what stands for each argument of the program, by name: proxies of `graph` in its own structure.
-        given: the same flat, in the order of the program's inputs.
+        given: what stands for each of the program's inputs, in order: proxies of `graph`, and constants.
+        guards: what the program takes for granted about the sizes of its tensors, checked at each call.
         varying: for each tensor of them, the dimensions that may differ from call to call; None: all that are open.
         path_of: from a name below the exported module to the one below `model`.
         constant: makes the node of a tensor that is no parameter or buffer.
@@ -55,8 +55,8 @@ class ProgramImporter:
         graph: Graph,
         model: nn.Module,
         exported: ExportedProgram,
-        arguments: dict[str, Any],
         given: Sequence[Any],
+        guards: Sequence[Guard],
         varying: Sequence[frozenset[int]] | None,
         path_of: Callable[[str], str] = str,
         constant: Callable[[Tensor], Node] | None = None,
@@ -69,7 +69,7 @@ class ProgramImporter:
         self.inputs: list[Node] = []  # placeholders of the exported program that are tensors
         before = set(graph.nodes)
         self._take_inputs(given)
-        self._check_sizes(arguments, varying)
+        self._check_sizes(guards, varying)
         self._take_all(exported.graph_module)
         self.new = [node for node in graph.nodes if node not in before]
 
@@ -116,7 +116,7 @@ class ProgramImporter:
         node.meta["constant"] = value.detach()
         return node
 
-    def _check_sizes(self, arguments: dict[str, Any], varying: Sequence[frozenset[int]] | None) -> None:
+    def _check_sizes(self, guards: Sequence[Guard], varying: Sequence[frozenset[int]] | None) -> None:
         """What the program takes for granted about the sizes of its inputs, checked at each call."""
         for index, node in enumerate(self.inputs):
             value: Node = self.env[node]
@@ -134,10 +134,11 @@ class ProgramImporter:
                 continue
             for d, size in known.items():
                 self._check(self.graph.call_method("size", (value, d)), size, f"{node.name}.shape[{d}]")
-        for text in self.exported._guards_code:
-            if not _GUARD_OF_ONE_SIZE.fullmatch(text):
-                words = re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()", ".shape")
-                self._check(condition_node(self.graph, text, arguments), True, words)
+        names, values = [node.name for node in self.inputs], [self.env[node] for node in self.inputs]
+        for guard in guards:
+            line = "" if guard.source is None else f" ({line_text(*guard.source)})"
+            condition = condition_node(self.graph, guard.condition, values)
+            self._check(condition, True, worded(guard.condition, names) + line)
 
     def _check(self, value: Any, expected: Any, text: str) -> None:
         self._call(check_branch, value, expected, text)

@@ -74,7 +74,7 @@ class TracedValue(Proxy):
 
     def __bool__(self) -> bool:
         if _in_assertion(sys._getframe(1)):
-            self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion of the model failed"), {})
+            self.tracer.asserted(self)
             return True
         return self.tracer.to_bool(self)
 

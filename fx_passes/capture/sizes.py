@@ -35,6 +35,14 @@ class AnsweringTracer(Tracer):
         self.create_proxy("call_function", check_branch, (obj, bool(value), user_line(self.outermost)), {})
         return bool(value)
 
+    def asserted(self, obj: Proxy) -> None:
+        """Record that the model asserts a condition: on sizes it is a branch like others, of which one side raises."""
+        if isinstance(self._examples().value(obj.node), bool):
+            self.create_proxy("call_function", check_branch, (obj, True, user_line(self.outermost)), {})
+        else:
+            message = "an assertion of the model failed"
+            self.create_proxy("call_function", torch._assert, (obj, message), {})
+
     def iter(self, obj: Any) -> Any:
         """The items of a shape, or of a tuple of tensors whose length follows from sizes; else a TraceError."""
         value = self._examples().value(obj.node)

@@ -14,7 +14,7 @@ from torch.fx.proxy import TraceError
 
 from fx_passes.errors import LoweringError
 
-__all__ = ["failure_line", "failure_reason", "traced_source", "user_frame", "user_line"]
+__all__ = ["failure_line", "failure_reason", "is_user_file", "line_text", "traced_source", "user_frame", "user_line"]
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PACKAGE_DIRS = (
@@ -24,13 +24,22 @@ _PACKAGE_DIRS = (
 )
 
 
+def is_user_file(name: str) -> bool:
+    """Whether a file is code outside torch and this package."""
+    return not name.startswith((*_PACKAGE_DIRS, "<"))
+
+
+def line_text(name: str, line: int) -> str:
+    """A line of code for messages: "model.py:12: if h != w:"."""
+    return f"{os.path.basename(name)}:{line}: {linecache.getline(name, line).strip()}"
+
+
 def user_frame(stop: types.CodeType) -> tuple[str, int] | None:
     """File and line of the last frame outside torch and this package, no further out than the code `stop`."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not stop:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE_DIRS) and not name.startswith("<"):
-            return name, frame.f_lineno
+        if is_user_file(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -38,9 +47,7 @@ def user_frame(stop: types.CodeType) -> tuple[str, int] | None:
 def user_line(stop: types.CodeType) -> str:
     """The user's line that runs, for messages: "model.py:12: if h != w:"."""
     found = user_frame(stop)
-    if found is None:
-        return "a condition in torch"
-    return f"{os.path.basename(found[0])}:{found[1]}: {linecache.getline(*found).strip()}"
+    return "a condition in torch" if found is None else line_text(*found)
 
 
 def traced_source(stack_trace: str | None) -> tuple[str, int] | None:
@@ -59,7 +66,7 @@ def failure_reason(error: BaseException) -> str:
     found = _failing_frame(error)
     if found is None:
         return message
-    return f"{message} ({os.path.basename(found[0])}:{found[1]}: {linecache.getline(*found).strip()})"
+    return f"{message} ({line_text(*found)})"
 
 
 def failure_line(error: BaseException) -> str | None:
@@ -70,6 +77,6 @@ def failure_line(error: BaseException) -> str | None:
 
 def _failing_frame(error: BaseException) -> tuple[str, int] | None:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    users = [(name, line) for name, line in frames if not name.startswith((*_PACKAGE_DIRS, "<"))]
+    users = [(name, line) for name, line in frames if is_user_file(name)]
     layers = [(name, line) for name, line in frames if f"torch{os.sep}nn{os.sep}" in name]
     return next(iter((users or layers)[-1:]), None)

@@ -32,7 +32,7 @@ __all__ = [
     "writing",
 ]
 
-FORMAT = 2  # 1 has no children
+FORMAT = 3  # 1 has no children, 2 no checks of sizes
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")

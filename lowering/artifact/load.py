@@ -16,7 +16,7 @@ from lowering.artifact.files import STATE, check_files, parse_json, read_manifes
 from lowering.artifact.glue import glue_from_plain
 from lowering.artifact.glue_checks import check_nodes
 from lowering.artifact.glue_values import structures_named
-from lowering.artifact.schema import checked
+from lowering.artifact.schema import check_from_plain, checked
 from lowering.children.lowered import WithChildren
 from lowering.module import LoweredModule
 from lowering.records import Fallback, OpRow, SegmentInfo
@@ -150,4 +150,7 @@ def _segment_from_plain(
             raise ArtifactError(f"the manifest of {folder.name} does not list {name}", hint="save again")
     backend = backend_class.from_artifact(folder, info.name, record)
     buffers = {fqn: state[f"{info.name}:{fqn}"] for fqn in plain["buffers"]}
-    return Segment(info.name, backend, [WriteBack(**w) for w in plain["writebacks"]], buffers), info
+    ranks = [len(spec.min) for spec in backend.inputs]
+    plain_checks = checked(plain.get("checks", []), list, f"the checks of {info.name}")
+    checks = [check_from_plain(check, info.name, ranks) for check in plain_checks]
+    return Segment(info.name, backend, [WriteBack(**w) for w in plain["writebacks"]], buffers, checks), info

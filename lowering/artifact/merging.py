@@ -96,6 +96,8 @@ def _check_same(base: _Artifact, other: _Artifact) -> None:
         for key in ("inputs", "outputs", "network"):
             if mine["backend"].get(key) != theirs["backend"].get(key):
                 raise differ(f"the {key} of {mine['info']['name']}", again)
+        if mine.get("checks") != theirs.get("checks"):
+            raise differ(f"the sizes that {mine['info']['name']} takes", again)
         if not mine["backend"].get("network"):
             raise ArtifactError(
                 f"{mine['info']['name']} was saved without its network, so nothing shows that the engines are of one",

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from lowering.artifact.children import children_to_plain
 from lowering.artifact.files import FORMAT, STATE, write_json, writing
 from lowering.artifact.glue import glue_to_plain
+from lowering.artifact.schema import check_to_plain
 from lowering.children.lowered import WithChildren
 from lowering.records import Fallback, SegmentInfo
 from lowering.segment.segment import Segment
@@ -84,4 +85,5 @@ def _segment_to_plain(segment: Segment, info: SegmentInfo, include_network: bool
         "backend": segment.backend.artifact_record(include_network=include_network),
         "writebacks": [asdict(w) for w in segment.writebacks],
         "buffers": segment.buffer_names,
+        "checks": [check_to_plain(check) for check in segment.checks],
     }

@@ -20,11 +20,12 @@ from fx_passes.entry.call import has_own_call
 from fx_passes.errors import CaptureError, LoweringError
 from fx_passes.graph.copies import eval_copy
 from fx_passes.graph.hooks import without_hooks
+from fx_passes.graph.resized import brought_to
 from fx_passes.ops import OPS, Role
 from lowering.children.calls import Call, Opaque, Shape, record_calls
 from lowering.children.lowered import Accepts, TensorRange
 from lowering.request.arguments import as_example, signature_of
-from lowering.request.inputs import Example, ShapeRange, brought_to
+from lowering.request.inputs import Example, ShapeRange
 from lowering.request.probes import HEADROOM, alike, of_other_sizes
 
 __all__ = ["Child", "Choice", "choose", "computes"]

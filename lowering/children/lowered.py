@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fx_passes.errors import ArtifactError
+from fx_passes.errors import ArtifactError, InputError
 from fx_passes.graph.copies import eval_copy
 from lowering.request.arguments import bound_arguments, leaves_of, signature_of
+from lowering.segment.segment import Segment
 
 __all__ = ["Accepts", "LoweredChild", "TensorRange", "WithChildren", "own_copy"]
 
@@ -99,6 +100,8 @@ class LoweredChild(nn.Module):
         super().__init__()
         self.path, self.accepts, self.glue = path, accepts, glue
         self.outside: Counter[str] = Counter()
+        # Whether a call changes something before it may find that it is none of those that were lowered.
+        self._writes = any(isinstance(m, Segment) and m.writebacks for m in glue.modules())
         self._original: Callable[..., Any]
         self._signature: inspect.Signature
 
@@ -132,7 +135,12 @@ class LoweredChild(nn.Module):
             return self._original(*args, **kwargs)
         reason = self.accepts.refusal(arguments)
         if reason is None:
-            return self.glue(*args, **kwargs)
+            try:
+                return self.glue(*args, **kwargs)
+            except InputError as error:
+                if not error.other_sizes or self._writes:
+                    raise
+                reason = error.what
         if not self.outside:
             warnings.warn(
                 f"'{self.path}' is run by PyTorch for this call: {reason}. Lower with example inputs, calibration or "

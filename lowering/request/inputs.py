@@ -9,7 +9,6 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,10 +16,11 @@ from fx_passes.entry.ambient import as_caller, plain_state
 from fx_passes.entry.call import arguments_of, call_signature
 from fx_passes.errors import CalibrationError, InputError
 from fx_passes.graph.copies import copied_inputs
+from fx_passes.graph.resized import brought_to
 from fx_passes.quantize.calibrate import check_batch
 from lowering.request.images import declared_input
 
-__all__ = ["CalibrationData", "Example", "ShapeRange", "brought_to", "example_for", "shape_range"]
+__all__ = ["CalibrationData", "Example", "ShapeRange", "example_for", "shape_range"]
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _batch_range(example: Example, dynamic_batch: Any) -> ShapeRange:
 
     @cache
     def at(batch: int) -> Example:
-        return example.map(lambda t: _resized(t, 0, batch) if t.dim() > 0 and t.shape[0] == size else t)
+        return example.map(lambda t: brought_to(t, (batch, *t.shape[1:])) if t.dim() > 0 and t.shape[0] == size else t)
 
     least, usual, most = min(low for low, _, _ in ranges), ranges[0][1], max(high for _, _, high in ranges)
     if least == most:
@@ -251,7 +251,9 @@ def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> Shap
                 items = dims.items() if isinstance(dims, dict) else enumerate(dims)
                 for dim, size in items:
                     if size is not None and not isinstance(size, int):
-                        value = _resized(value, dim, _bound(size, which))
+                        shape = list(value.shape)
+                        shape[dim] = _bound(size, which)
+                        value = brought_to(value, shape)
                 return value
             if isinstance(value, (list, tuple)):
                 return type(value)(resize(v, d) for v, d in zip(value, dims, strict=True))
@@ -278,16 +280,3 @@ def _bound(dim: Any, which: str) -> int:
             hint="give it both, for example torch.export.Dim('height', min=64, max=512)",
         )
     return value
-
-
-def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """`tensor` repeated or cut along `dim` to `size`: real values, so that the model sees plausible data."""
-    index = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
-    return tensor.index_select(dim, index)
-
-
-def brought_to(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """`tensor` repeated or cut along every dimension to `sizes`."""
-    for dim, size in enumerate(sizes):
-        tensor = tensor if tensor.shape[dim] == size else _resized(tensor, dim, size)
-    return tensor

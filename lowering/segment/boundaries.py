@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fx_passes.capture.example_values import noted_branches
 from fx_passes.capture.state import restored_state
 from fx_passes.errors import ExportError, LoweringError
 from fx_passes.graph.copies import copied_inputs
+from fx_passes.graph.resized import brought_to
 from fx_passes.partition.partition import check_output
 from fx_passes.partition.recording import bind_inputs, positional
-from lowering.request.inputs import Example, ShapeRange, brought_to
+from lowering.request.inputs import Example, ShapeRange
 from lowering.request.probes import HEADROOM
 from lowering.segment.flop_counter import FlopCounter
 from lowering.segment.program import TensorSpec
@@ -41,10 +43,17 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of the glue at each size showed."""
+    """What one run of the glue at each size showed.
+
+    Args:
+        boundaries: by segment name.
+        flops: of one call at the opt sizes.
+        refused: lines at which the model takes another branch at the smallest or the largest sizes.
+    """
 
     boundaries: dict[str, Boundary]
     flops: int
+    refused: list[str] = field(default_factory=list)
 
     @property
     def flops_share(self) -> float:
@@ -61,6 +70,9 @@ def measure(glue: GraphModule, sizes: ShapeRange, others: Iterable[Example] = ()
         others: more calls, of the opt sizes. They are made if a segment reads what Python gave, whose size may follow
             from the data (a number of boxes): where it differs, the segment takes 1 to twice the largest seen.
 
+    At other sizes than the opt ones, the code that was captured runs even if the model would take another branch of its
+    code there: such sizes are refused at each call, and others between them are not.
+
     Raises:
         ExportError: a segment's input changes its rank or its type between sizes, or is not reached by an example.
     """
@@ -69,9 +81,12 @@ def measure(glue: GraphModule, sizes: ShapeRange, others: Iterable[Example] = ()
         if "expected_output" in glue.meta:
             check_output(glue.meta.pop("expected_output"), opt.result)
         runs = {id(sizes.opt): opt}
+        refused: list[str] = []
         for example in (sizes.min, sizes.max, sizes.export, *(e for profile in sizes.profiles for e in profile)):
             if id(example) not in runs:
-                runs[id(example)] = _Recorder(glue).record(example)
+                with noted_branches() as lines:
+                    runs[id(example)] = _Recorder(glue).record(example)
+                refused += lines
         probes = [opt, *_probes(glue, others)] if _reads_python(glue) else []
     boundaries = {}
     for name in opt.inputs:
@@ -86,7 +101,7 @@ def measure(glue: GraphModule, sizes: ShapeRange, others: Iterable[Example] = ()
         tensors = runs[id(sizes.export)].inputs[name]
         fitted = tuple(brought_to(t, _sizes_of_export(t, spec)) for t, spec in zip(tensors, specs, strict=True))
         boundaries[name] = Boundary(specs, fitted, opt.flops.get(name, 0))
-    return Measured(boundaries, sum(opt.flops.values()))
+    return Measured(boundaries, sum(opt.flops.values()), list(dict.fromkeys(refused)))
 
 
 def _spec(what: str, name: str, sizes: ShapeRange, seen: dict[int, Tensor]) -> TensorSpec:

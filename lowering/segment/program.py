@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fx_passes.capture.conditions import Condition
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-__all__ = ["AtenProgram", "TensorSpec", "WriteBack", "output_values"]
+__all__ = ["AtenProgram", "SizeCheck", "TensorSpec", "WriteBack", "output_values"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,24 @@ class WriteBack:
     target: int | str
 
 
+@dataclass(frozen=True)
+class SizeCheck:
+    """What the sizes of the inputs must be, beside their ranges: another branch of the model's code was not lowered.
+
+    Attributes:
+        condition: over the inputs by their index (see `fx_passes.capture.conditions`).
+        text: the same as Python code over their names: ``x.shape[3] % 4 == 0``.
+        line: the user's line that asked, "model.py:12: if x.shape[3] % 4:", or None if that is not known.
+    """
+
+    condition: Condition
+    text: str
+    line: str | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.line is None else f"{self.text} ({self.line})"
+
+
 @dataclass
 class AtenProgram:
     """A lifted, functional aten program with its interface.
@@ -92,6 +112,9 @@ class AtenProgram:
         writebacks: mutations that the caller performs.
         buffer_inputs: FQN (in the segment) of the buffer that feeds each of the last inputs.
         constants: placeholder name -> (FQN, value) for everything lifted.
+        checks: what the program takes for granted about the sizes of its inputs, beside their ranges.
+        assumed: the conditions that torch had noted when these checks were made.
+        example: inputs that it was exported with, but for the buffers.
     """
 
     exported: ExportedProgram
@@ -100,6 +123,9 @@ class AtenProgram:
     writebacks: list[WriteBack] = field(default_factory=list)
     buffer_inputs: list[str] = field(default_factory=list)
     constants: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
+    checks: list[SizeCheck] = field(default_factory=list)
+    assumed: frozenset[Condition] = frozenset()
+    example: tuple[Tensor, ...] = ()
 
     @property
     def graph(self) -> torch.fx.Graph:

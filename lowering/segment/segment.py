@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fx_passes.capture.conditions import holds
 from fx_passes.errors import InputError
-from lowering.segment.program import WriteBack
+from lowering.segment.program import SizeCheck, WriteBack
 
 __all__ = ["Segment", "graph_of", "simulating"]
 
 _mode = threading.local()
+_REMEMBERED = 64
 
 
 @contextmanager
@@ -36,16 +39,26 @@ class Segment(nn.Module):
         backend: takes and returns tensors; `backend(*inputs, *buffers)` gives outputs, then write-backs.
         writebacks: which extra output is copied back into which input or buffer.
         buffers: the current values of the buffers that the program updates, by qualified name.
+        checks: what the program takes for granted about the sizes of its inputs.
     """
 
     backend: Any  # a TrtEngine or an OnnxSession; both write their part of an artifact
 
-    def __init__(self, name: str, backend: nn.Module, writebacks: list[WriteBack], buffers: dict[str, Tensor]):
+    def __init__(
+        self,
+        name: str,
+        backend: nn.Module,
+        writebacks: list[WriteBack],
+        buffers: dict[str, Tensor],
+        checks: Sequence[SizeCheck] = (),
+    ):
         super().__init__()
         self.name = name
         self.backend = backend
         self.writebacks = writebacks
         self.buffer_names = list(buffers)
+        self.checks = list(checks)
+        self._fitting: set[tuple[torch.Size, ...]] = set()  # shapes for which they hold: most calls are alike
         for index, value in enumerate(buffers.values()):
             self.register_buffer(f"state_{index}", value.detach().clone())
 
@@ -55,6 +68,8 @@ class Segment(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         run = self.backend.simulate if getattr(_mode, "simulate", False) else self.backend
+        if self.checks:
+            self._check_sizes(inputs)
         if any(value.numel() == 0 for value in inputs):
             return self._of_nothing(run, inputs)
         state = self.state()
@@ -64,6 +79,28 @@ class Segment(nn.Module):
             target = inputs[int(write.target)] if into_input else state[self.buffer_names.index(str(write.target))]
             target.copy_(outputs[write.output])
         return outputs[: len(outputs) - len(self.writebacks)]
+
+    def _check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
+        """Hold the sizes of one call to what the program takes for granted.
+
+        Raises:
+            InputError: names the condition and the user's line.
+        """
+        shapes = tuple(value.shape for value in inputs)
+        if shapes in self._fitting:
+            return
+        for check in self.checks:
+            if not holds(check.condition, shapes):
+                given = ", ".join(str(tuple(shape)) for shape in shapes)
+                raise InputError(
+                    f"{self.name} was lowered for sizes for which {check}, and its inputs are now {given}",
+                    hint="lower with example inputs of these sizes, or rewrite this line so that it does not decide by "
+                    "a size",
+                    other_sizes=True,
+                )
+        if len(self._fitting) >= _REMEMBERED:
+            self._fitting.clear()
+        self._fitting.add(shapes)
 
     def _of_nothing(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Results for inputs of which one has no elements, which no backend takes: no detections, for example.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -109,6 +110,12 @@ def segmented(
         if node.meta.get("python")
     ]
     refuse_fallbacks(fallbacks, settings)
+    if measured.refused:
+        warnings.warn(
+            "the smallest or the largest sizes take the model through code that is not that of the example, and calls "
+            f"with such sizes are refused: {'; '.join(measured.refused)}",
+            stacklevel=6,
+        )
     _own_buffers(glue)
     return Segmented(glue, programs, measured, fallbacks)
 

@@ -30,8 +30,12 @@ def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tenso
         example: one tensor per spec, of a size within the spec; at least 2 in every dynamic dimension, because
             torch.export takes a size of 1 for a constant.
 
+    Returns:
+        The program. Its `checks` are what it takes for granted about sizes beside the ranges of the specs.
+
     Raises:
-        ExportError: torch.export refuses the segment, or would freeze a dimension that the spec calls dynamic.
+        ExportError: torch.export refuses the segment, or would freeze a dimension that the spec calls dynamic, or a
+            size that follows from it.
 
     Example:
         >>> gm = torch.fx.symbolic_trace(lambda x: (x.flatten(1) * 2,))
@@ -40,12 +44,17 @@ def to_aten(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tenso
         >>> [str(n.target) for n in program.call_nodes()]
         ['aten.reshape.default', 'aten.mul.Tensor']
     """
+    from fx_passes.capture.export import open_sizes
+    from lowering.segment.checks import set_checks
     from lowering.segment.normal_form.export import check_dynamic, export_segment
     from lowering.segment.normal_form.normalize import normalize
 
-    exported = export_segment(segment, inputs, example)
+    exported, log = export_segment(segment, inputs, example)
     check_dynamic(exported, inputs, segment, example)
-    return normalize(exported, inputs, segment)
+    with open_sizes():
+        program = normalize(exported, inputs, segment)
+        set_checks(program, segment, example, log)
+    return program
 
 
 def cast_float_part(program: AtenProgram, dtype: torch.dtype, keep: Iterable[str] = ()) -> AtenProgram:

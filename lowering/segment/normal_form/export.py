@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes.capture.quiet import quiet_torch
+from fx_passes.capture.export import export_program, exporting
 from fx_passes.capture.state import restored_state
 from fx_passes.capture.tensor_indices import taken
 from fx_passes.errors import ExportError, InputError
+from lowering.segment.normal_form.edit import is_static, shape_of
 from lowering.segment.normal_form.einsum import normalize_einsums
 from lowering.segment.normal_form.functional import functionalize_fresh, is_functional
 
@@ -24,27 +26,36 @@ if TYPE_CHECKING:
 
     from lowering.segment.program import TensorSpec
 
-__all__ = ["check_dynamic", "export_segment"]
+__all__ = ["GuardLog", "check_dynamic", "export_segment"]
+
+aten = torch.ops.aten
 
 _INDEXING = (operator.getitem, Tensor.__getitem__, "__getitem__")
 _PREFIX = "node_"  # of the names in the copy that is exported
 
 
-def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> ExportedProgram:
+def export_segment(
+    segment: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...]
+) -> tuple[ExportedProgram, GuardLog]:
     """Export in non-strict mode to a functional aten program with composite ops whole.
 
     One trace suffices for a segment that `functionalize` has been through: torch's training IR is then already
     functional, and the second trace of `run_decompositions` (two thirds of the time) is skipped. It is made only where
     a mutation is left, which it turns into an output with a mutation entry in the signature.
 
+    Returns:
+        The program, and which node of the segment each of its guards comes from.
+
     Raises:
         InputError: the example does not fit the specs.
         ExportError: torch.export refuses.
     """
     _check_example(inputs, example)
-    marked = _with_export_meta(segment)
-    with restored_state(segment), quiet_torch(), torch.no_grad():
-        exported = _export(marked, inputs, example, segment)
+    log = GuardLog()
+    marked = _with_export_meta(segment, log)
+    with restored_state(segment), exporting(), torch.no_grad():
+        exported = _export(marked, inputs, example, segment, log)
+        _keep_ranks(exported.graph, segment, log)
         functionalize_fresh(exported.graph)
         if not is_functional(exported.graph_module):
             try:
@@ -52,7 +63,73 @@ def export_segment(segment: GraphModule, inputs: list[TensorSpec], example: tupl
             except Exception as error:
                 raise _export_error(error, segment) from error
     normalize_einsums(exported.graph)
-    return exported
+    return exported, log
+
+
+class GuardLog:
+    """Which node of a segment ran when torch noted a condition: marks between the nodes count the conditions."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._counts: list[int] = []
+        self._mark = self._count
+
+    def after(self, node: Node, graph: Graph) -> None:
+        """Add a mark to `graph`, in which the copy of `node` was made last."""
+        graph.call_function(self._mark, (len(self._nodes),))
+        self._nodes.append(node)
+
+    def restart(self) -> None:
+        self._counts = [0] * len(self._nodes)
+
+    def node_of(self, index: int | None) -> Node | None:
+        """The node that ran when this condition was noted; None for what stands in the shapes of the inputs."""
+        if index is None:
+            return None
+        return next((n for n, count in zip(self._nodes, self._counts, strict=True) if count > index), None)
+
+    def assume(self, condition: torch.SymBool, node: Node | None) -> bool:
+        """Let torch note a condition, which holds for the example or not, on behalf of a node of the segment."""
+        held = bool(condition)
+        env = condition.node.shape_env
+        if node is not None and env is not None:
+            self._nodes.append(node)
+            self._counts.append(len(env.guards))
+        return held
+
+    def _count(self, index: int) -> None:
+        mode = detect_fake_mode()
+        if mode is not None and mode.shape_env is not None:
+            self._counts[index] = len(mode.shape_env.guards)
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+def _keep_ranks(graph: Graph, segment: GraphModule, log: GuardLog) -> None:
+    """Note that no squeezed dimension of a free size is 1: the result would have another rank."""
+    for node in list(graph.nodes):
+        if node.target not in _SQUEEZES:
+            continue
+        shape, dims = shape_of(node.args[0]), node.args[1] if len(node.args) > 1 else ()
+        squeezed = range(len(shape)) if not dims and node.target is aten.squeeze.default else _as_list(dims)
+        origin = _node_named(segment, node.meta.get("custom", {}).get("fx_node"))
+        for dim in squeezed:
+            size = shape[dim]
+            if not is_static(size) and not log.assume(size != 1, origin):
+                raise ExportError(
+                    f"squeezes dimension {dim}, of size 1 in the example, whose size follows from dynamic ones",
+                    node=origin,
+                    hint="name the dimension by an index: x[:, :, 0] in place of x.squeeze(2)",
+                )
+
+
+def _as_list(dims: Any) -> list[int]:
+    return [dims] if isinstance(dims, int) else list(dims)
+
+
+def _node_named(segment: GraphModule, name: str | None) -> Node | None:
+    return next((n for n in segment.graph.nodes if n.name == name), None)
 
 
 def _check_example(inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> None:
@@ -77,12 +154,14 @@ def _check_example(inputs: list[TensorSpec], example: tuple[Tensor, ...]) -> Non
                 )
 
 
-def _with_export_meta(segment: GraphModule) -> GraphModule:
+def _with_export_meta(segment: GraphModule, log: GuardLog) -> GraphModule:
     """A copy of the graph over the same state, whose nodes carry through export where they come from."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(segment.graph, copies))  # type: ignore[arg-type]
-    for old, new in copies.items():
+    for old in segment.graph.nodes:
+        new = copies[old] = graph.node_copy(old, copies.__getitem__)
+        if new.op.startswith("call_"):
+            log.after(old, graph)
         custom = {"fx_node": old.name}
         for key in ("source", "module_path"):
             if old.meta.get(key) is not None:
@@ -97,7 +176,11 @@ def _with_export_meta(segment: GraphModule) -> GraphModule:
 
 
 def _export(
-    marked: GraphModule, inputs: list[TensorSpec], example: tuple[Tensor, ...], segment: GraphModule
+    marked: GraphModule,
+    inputs: list[TensorSpec],
+    example: tuple[Tensor, ...],
+    segment: GraphModule,
+    log: GuardLog,
 ) -> ExportedProgram:
     """Try shared symbols; where the model relates dimensions in another way (2*b), let export find the relations."""
     from torch._dynamo.exc import UserError
@@ -105,8 +188,9 @@ def _export(
     attempts = [_shared_dims(inputs), _independent_dims(inputs)] if any(i.dynamic for i in inputs) else [None]
     failure: Exception | None = None
     for shapes in attempts:
+        log.restart()
         try:
-            return torch.export.export(marked, example, dynamic_shapes=shapes, strict=False)
+            return export_program(marked, example, dynamic_shapes=shapes)
         except UserError as error:
             failure = error
             if "Constraints violated" not in str(error):
@@ -238,7 +322,7 @@ def _export_error(error: Exception, segment: GraphModule, node: Node | None = No
     text = str(error)
     if found := re.search(r"While executing %(\w+)", text):
         name = found.group(1).removeprefix(_PREFIX)
-        node = next((n for n in segment.graph.nodes if n.name == name), None)
+        node = _node_named(segment, name)
     return ExportError(f"torch.export: {_summary(text)}", node=node, hint=_hint(text))
 
 
