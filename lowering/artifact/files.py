@@ -1,18 +1,14 @@
-"""The files of an artifact: written so that a reader sees all of them or none, and checked before anything is read.
+"""The files of an artifact, and the manifest that lists them: checked before anything is read.
 
 Nothing here knows what the files mean. A manifest may name files of its own folder only, which are plain files, whose
-sizes and digests it states.
+sizes and digests it states; its own digest is its last entry, and its text the one way in which its data is written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,85 +19,36 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "STATE",
-    "Writer",
     "check_files",
     "file_entry",
+    "manifest_text",
+    "names_of",
     "parse_json",
     "read_manifest",
     "write_json",
-    "writing",
 ]
 
-FORMAT = 3  # 1 has no children, 2 no checks of sizes
+FORMAT = 3  # 1 has no children, 2 no digest of the manifest itself and no checks of sizes
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class Writer:
-    """Writes files under temporary names; `finish` puts all of them in place, the manifest last."""
-
-    def __init__(self, folder: Path, scratch: Path):
-        self._folder, self._scratch = folder, scratch
-        self._files: dict[str, dict[str, Any]] = {}
-        self._written: list[str] = []
-
-    def __call__(self, name: str, writer: Callable[[Path], Any]) -> None:
-        """Let `writer` write the file `name`."""
-        path = self._scratch / name
-        writer(path)
-        self._files[name] = file_entry(path)
-        self._written.append(name)
-
-    def keep(self, files: dict[str, dict[str, Any]]) -> None:
-        """Let files stay that are in the folder already, with what the manifest says of them."""
-        self._files.update(files)
-
-    def finish(self, manifest: dict[str, Any]) -> None:
-        """Put everything in place; files of an artifact that was there before, and that this one lacks, go."""
-        write_json(self._scratch / MANIFEST, {**manifest, "files": self._files})
-        obsolete = _files_of(self._folder) - set(self._files)
-        for name in [*self._written, MANIFEST]:
-            os.replace(self._scratch / name, self._folder / name)
-        for name in obsolete:
-            (self._folder / name).unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[Writer]:
-    """A `Writer` into `folder`, which is made if it is missing.
-
-    Raises:
-        ArtifactError: the folder cannot be written, or holds files and no manifest of this project.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_foreign(folder)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as scratch:
-            yield Writer(folder, Path(scratch))
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write to {folder}: {error.strerror or error}", hint="choose another folder, or free some space"
-        ) from error
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Hidden files and folders do not count: no file of an artifact can be in their place."""
-    if all(path.name.startswith(".") or path.is_dir() for path in folder.iterdir()):
-        return
-    try:
-        read_manifest(folder)
-    except ArtifactError as error:
-        raise ArtifactError(
-            f"{folder} holds files and is no artifact that could be replaced: {error.what}",
-            hint="choose an empty or a new folder",
-        ) from error
+_LARGEST_MANIFEST = 1 << 28  # bytes; one of 4,000 nodes and 1,000 operators has 2 million
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write `data` as JSON that any reader takes: no NaN, no infinities."""
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_bytes(_json(data))
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """The file that `manifest` is: its last entry is the SHA-256 of the file without that entry."""
+    plain = {key: value for key, value in manifest.items() if key != "sha256"}
+    return _json({**plain, "sha256": hashlib.sha256(_json(plain)).hexdigest()})
 
 
 def parse_json(text: str) -> Any:
@@ -125,39 +72,32 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"sha256": _sha256(path), "bytes": path.stat().st_size}
 
 
-def _files_of(folder: Path) -> set[str]:
-    """Files that an artifact already in `folder` lists; none if there is no readable one."""
-    try:
-        return set(read_manifest(folder)["files"])
-    except ArtifactError:
-        return set()
+def names_of(path: Path) -> set[str]:
+    """The files that the manifest at `path` lists. It may be damaged or older, as what is to be replaced may.
+
+    Raises:
+        ArtifactError: it is no manifest of this project, or one of a newer format.
+    """
+    files = _parsed(path)[0].get("files")
+    return {name for name in files if _NAME.fullmatch(name)} if isinstance(files, dict) else set()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest in `folder`: a dict with an entry "files" that names plain files of this folder.
 
     Raises:
-        ArtifactError: there is none, it is damaged, or of a newer format.
+        ArtifactError: there is none, it is damaged, or of a newer or older format.
     """
     path = folder / MANIFEST
-    _refuse_link(path)
-    try:
-        manifest = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    manifest, text = _parsed(path)
+    if manifest["format"] < FORMAT:
         raise ArtifactError(
-            f"{folder} has no readable {MANIFEST}: {error.strerror or error}",
-            hint="pass a folder that LoweredModule.save wrote",
-        ) from error
-    except ValueError as error:
-        raise ArtifactError(f"{path} is not JSON: {error}", hint="save the lowered module again") from error
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ArtifactError(
-            f"{path} is not a manifest of this project", hint="pass a folder that LoweredModule.save wrote"
+            f"{folder.name} has format {manifest['format']}, which says nothing by which damage of {MANIFEST} is found",
+            hint="save the lowered module again",
         )
-    if version > FORMAT:
+    if text != manifest_text(manifest):
         raise ArtifactError(
-            f"{folder.name} has format {version}; this version reads up to {FORMAT}", hint="update fx-trt-lowering"
+            f"{MANIFEST} is not the file that was saved (its SHA-256 differs)", hint="copy it again, or save again"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(_NAME.fullmatch(name) for name in files):
@@ -170,6 +110,44 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _parsed(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Data and text of a manifest of this format or an older one."""
+    try:
+        _refuse_link(path)
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path} is no plain file", hint="pass a folder that LoweredModule.save wrote")
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise ArtifactError(f"{path} is too large for a manifest", hint="save the lowered module again")
+        text = path.read_bytes()
+        manifest = parse_json(text.decode("utf-8"))
+    except OSError as error:
+        raise ArtifactError(
+            f"{path.parent} has no readable {path.name}: {error.strerror or error}",
+            hint="saving into it was broken off: save again"
+            if _was_broken_off(path.parent)
+            else "pass a folder that LoweredModule.save wrote",
+        ) from error
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not JSON: {error}", hint="save the lowered module again") from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ArtifactError(
+            f"{path} is not a manifest of this project", hint="pass a folder that LoweredModule.save wrote"
+        )
+    if version > FORMAT:
+        raise ArtifactError(
+            f"{path.parent.name} has format {version}; this version reads up to {FORMAT}", hint="update fx-trt-lowering"
+        )
+    return manifest, text
+
+
+def _was_broken_off(folder: Path) -> bool:
+    try:
+        return any(folder.glob(".saving-*"))
+    except OSError:  # it cannot be read at all
+        return False
+
+
 def check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     """Hold every file to what the manifest says of it.
 
@@ -178,10 +156,10 @@ def check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     """
     for name, expected in files.items():
         path = folder / name
-        _refuse_link(path)
-        if not path.is_file():
-            raise ArtifactError(f"{folder.name} lacks {name}", hint="copy the whole folder, or save again")
         try:
+            _refuse_link(path)
+            if not path.is_file():
+                raise ArtifactError(f"{folder.name} lacks {name}", hint="copy the whole folder, or save again")
             size = path.stat().st_size
             if size != expected["bytes"]:
                 raise ArtifactError(

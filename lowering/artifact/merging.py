@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fx_passes.errors import ArtifactError
-from lowering.artifact.files import Writer, check_files, read_manifest, write_json, writing
+from lowering.artifact.files import check_files, read_manifest, write_json
 from lowering.artifact.schema import checked
+from lowering.artifact.writing import Writer, writing
 from lowering.records import Described, Fallback, OpRow, SegmentInfo
 from lowering.summary import report_data, summary_text
 

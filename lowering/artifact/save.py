@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from lowering.artifact.children import children_to_plain
-from lowering.artifact.files import FORMAT, STATE, write_json, writing
+from lowering.artifact.files import FORMAT, STATE, write_json
 from lowering.artifact.glue import glue_to_plain
 from lowering.artifact.schema import check_to_plain
+from lowering.artifact.writing import writing
 from lowering.children.lowered import WithChildren
 from lowering.records import Fallback, SegmentInfo
 from lowering.segment.segment import Segment

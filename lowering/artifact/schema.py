@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,8 +31,8 @@ _DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
+_LARGEST = 2**48  # elements; the addresses of a process end there
 _DEEPEST = 200  # operations inside each other in one condition
-_LARGEST = 2**63 - 1  # sizes are 64-bit integers wherever they go
 
 
 def spec_to_plain(spec: TensorSpec) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def shape_from_plain(value: Any, name: str) -> tuple[int, ...]:
         ArtifactError: they are none.
     """
     sizes = tuple(checked(size, int, f"a size of '{name}'") for size in checked(value, list, f"the sizes of '{name}'"))
-    if any(not 0 <= size <= _LARGEST for size in sizes):
+    if any(size < 0 for size in sizes) or math.prod(max(size, 1) for size in sizes) > _LARGEST:
         raise ArtifactError(f"input '{name}' has an impossible size")
     return sizes
 

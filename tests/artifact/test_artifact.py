@@ -16,6 +16,7 @@ from torch import nn
 from fx_passes import wrap
 from fx_passes.errors import ArtifactError
 from lowering import load, lower_to_onnx, lower_to_trt
+from lowering.artifact.files import manifest_text
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -66,7 +67,7 @@ def _edit(folder, change):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(manifest_text(manifest))
 
 
 def _assert_same(a, b):

@@ -19,6 +19,7 @@ from torch import nn
 from fx_passes import wrap
 from fx_passes.errors import ArtifactError, LoweringError
 from lowering import load, lower_to_onnx, lower_to_trt
+from lowering.artifact.files import manifest_text
 from lowering.artifact.load import described
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -100,7 +101,7 @@ def lie(tmp_path):
         shutil.copytree(source, folder)
         manifest = _manifest(folder)
         result = change(manifest)
-        (folder / "manifest.json").write_text(result if isinstance(result, str) else json.dumps(manifest))
+        (folder / "manifest.json").write_bytes(result.encode() if isinstance(result, str) else manifest_text(manifest))
         return folder
 
     return make
@@ -233,6 +234,9 @@ def test_a_manifest_that_is_something_else(text, saved, lie):
     [
         (lambda m: m["segments"][0]["backend"]["inputs"][0].update(max=[10**30] * 4), "impossible size"),
         (lambda m: m["segments"][0]["backend"]["inputs"][0].update(min=[-1] * 4), "impossible size"),
+        (lambda m: m["segments"][0]["backend"]["inputs"][0].update(max=[2, 3, 2**60, 8]), "impossible size"),
+        (lambda m: m["segments"][0]["backend"]["inputs"][0].update(opt=[2**40, 3, 2**20, 0]), "impossible size"),
+        (lambda m: m["files"]["segment_0.onnx"].update(bytes=2**60), "manifest says 1152921504606846976"),
         (lambda m: m["segments"][0]["backend"]["inputs"][0].update(opt=[1]), "different ranks"),
         (lambda m: m["segments"][0]["backend"]["inputs"][0].update(dtype="load"), "unknown type 'load'"),
         (lambda m: m["segments"][0]["backend"]["inputs"][0].update(profiles=[[[1]]]), "not three shapes"),
@@ -405,7 +409,7 @@ def test_no_damage_gives_another_kind_of_error(source, request, tmp_path):
                 _change(manifest, *change)
             except (KeyError, IndexError, TypeError):  # the first change took away the place of the second
                 continue
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_bytes(manifest_text(manifest))
         try:
             readers[source](folder)
             outcomes["loaded"] += 1

@@ -12,6 +12,7 @@ from torch import nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError
 from lowering import load, lower_to_onnx, lower_to_trt
+from lowering.artifact.files import manifest_text
 from lowering.artifact.load import described
 from lowering.artifact.merging import merge
 
@@ -129,7 +130,7 @@ def test_a_damaged_source_changes_nothing(artifacts, base, tmp_path):
     manifest = json.loads((artifacts["ada"] / "manifest.json").read_text())
     manifest["segments"][0]["info"]["engines"].append({})
     shutil.copyfile(artifacts["ada"] / "segment_0.engine", other / "segment_0.engine")
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    (other / "manifest.json").write_bytes(manifest_text(manifest))
     with pytest.raises(ArtifactError):
         merge(base, other)
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
