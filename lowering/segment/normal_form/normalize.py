@@ -6,6 +6,7 @@ replaced in place keeps its value, so `val` stays right without running the grap
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def normalize(exported: ExportedProgram, inputs: list[TensorSpec], segment: Grap
     state = LiftedState(exported)
     graph = state.gm.graph
     _complete_meta(graph)
+    _last_states_like_first(graph)
     _remove_assertions(graph)
     refuse_ranks_by_size(graph, exported, inputs)
     _expand_composites(graph)
@@ -84,6 +86,21 @@ def _complete_meta(graph: Graph) -> None:
             if other.op == "call_function" and "fx_node" in other.meta:
                 take_origin(node, other)
                 break
+
+
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+
+def _last_states_like_first(graph: Graph) -> None:
+    """Last states have the shape of the first ones; of a free length torch's fake kernels give another batch."""
+    for target in _RECURRENT:
+        for node in graph.find_nodes(op="call_function", target=target):
+            first = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+            states = [state.meta["val"] for state in first]
+            node.meta["val"] = (node.meta["val"][0], *states)
+            for user in node.users:
+                if user.target is operator.getitem and user.args[1] > 0:
+                    user.meta["val"] = states[user.args[1] - 1]
 
 
 _ASSERTIONS = {
