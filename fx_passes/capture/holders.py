@@ -82,7 +82,8 @@ class Holder:
             for name in now.keys() - before.keys():
                 delattr(target, name)
             for name, value in before.items():
-                if now.get(name, MISSING) is not value:
+                # a property is computed anew each time it is asked for, and has nothing to be put back
+                if now.get(name, MISSING) is not value and not isinstance(getattr(type(target), name, None), property):
                     setattr(target, name, value)
 
 

@@ -194,7 +194,12 @@ def entered_library_functions() -> Iterator[None]:
     The mark says that plain symbolic tracing cannot follow them, and no more. What `fx_passes.wrap` marks stays Python.
     """
     marked = torch.fx._symbolic_trace._wrapped_fns_to_patch
-    entered = {key: space for key, space in marked.items() if isinstance(space.get(key[1]), types.FunctionType)}
+    entered = {
+        key: space
+        for key, space in marked.items()
+        # ours are one call in a graph on purpose: how a mask is built depends on ranks, known when it runs
+        if isinstance(space.get(key[1]), types.FunctionType) and not str(space.get("__name__")).startswith("fx_passes.")
+    }
     with ExitStack() as stack:
         for (_, name), namespace in entered.items():
             stack.enter_context(replaced_entry(namespace, name, _entered(namespace[name])))
