@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "export_program", "exporting", "guards_of", "open_sizes", "shape_env_of"]
 
+_users_lock = threading.Lock()
+_users: list[int] = []  # of `open_sizes`
+_before: list[bool] = []  # what the switch was before the first of them
+
 
 @contextmanager
 def open_sizes() -> Iterator[None]:
@@ -29,11 +34,24 @@ def open_sizes() -> Iterator[None]:
     By default torch takes a dynamic size for at least 2: `x.shape[0] == 1` is false without a guard, and whatever
     would be another size where one of them is 1 (``h // 2 != 1``) is a guard, though nothing depends on it.
     `backed_size_oblivious` makes guards of the first, and none of the second.
+
+    It is the process's, from the first thread that wants it to the last: one that builds an engine is still in here
+    when another one begins (see `let_others`), and may leave before it.
     """
     from torch.fx.experimental import _config
 
-    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with _users_lock:
+        if not _users:
+            _before.append(_config.backed_size_oblivious)  # type: ignore[attr-defined]
+            _config.backed_size_oblivious = True  # type: ignore[attr-defined]
+        _users.append(threading.get_ident())
+    try:
         yield
+    finally:
+        with _users_lock:
+            _users.pop()
+            if not _users:
+                _config.backed_size_oblivious = _before.pop()  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental._config
 from torch import nn
 
 from fx_passes import fuse_fx, trace
 from fx_passes.capture.exclusive import exclusive, in_turn, let_others
+from fx_passes.capture.export import open_sizes
 from fx_passes.capture.quiet import quiet_torch
 from fx_passes.errors import LoweringError
 from lowering import lower_to_onnx, lower_to_trt
@@ -56,7 +58,7 @@ def state() -> list[Any]:
         [list(h.filters) for each in loggers for h in each.handlers], list(logging.lastResort.filters),
         {k: v for k, v in vars(torch.fx.config).items() if k[0] != "_"}, torch.get_default_dtype(),
         torch.is_grad_enabled(),
-        torch.backends.mkldnn.enabled, torch.zeros,
+        torch.fx.experimental._config.backed_size_oblivious, torch.backends.mkldnn.enabled, torch.zeros,
         "print" in vars(sys.modules["torch.fx.graph_module"]), sys.getrecursionlimit(),
     ]  # fmt: skip
 
@@ -214,6 +216,19 @@ def test_a_turn_is_for_one_thread_and_can_be_given_away():
     assert _can_take_it()
     for thread in waiting:
         thread.join()
+
+
+def test_sizes_stay_open_until_the_last_thread_is_done():
+    """One that builds an engine gives its turn away inside, and may end before the other that took it."""
+    switches = torch.fx.experimental._config
+    before = switches.backed_size_oblivious
+    first, second = open_sizes(), open_sizes()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert switches.backed_size_oblivious is True
+    second.__exit__(None, None, None)
+    assert switches.backed_size_oblivious is before
 
 
 # -- silence ----------------------------------------------------------------------------------------------------------
