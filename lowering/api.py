@@ -60,7 +60,8 @@ def lower_to_trt(
             engine (TensorRT-RTX) or an engine for this machine's GPU (TensorRT).
         dynamic_batch: (min, opt, max) for dimension 0 of every input that has the example's batch size; or a list of
             them, one for each optimization profile: the engine is optimised for every opt.
-        dynamic_shapes: other dynamic dimensions, as `torch.export` takes them.
+        dynamic_shapes: other dynamic dimensions, as `torch.export` takes them. Dims of one name are one size at every
+            call, those of two names, and `Dim.AUTO` and `Dim.DYNAMIC`, are independent; all need a range.
         qconfig: with "int8" and "auto", what to quantize otherwise, and where: a `QConfig`, its dict, or the path of a
             TOML or JSON file. None: what the target wants.
         placement: "default" quantizes what the target's rules say, "auto" what lowers the roofline floor of a GPU and

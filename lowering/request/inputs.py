@@ -18,6 +18,7 @@ from fx_passes.errors import CalibrationError, InputError
 from fx_passes.graph.copies import copied_inputs
 from fx_passes.graph.resized import brought_to
 from fx_passes.quantize.calibrate import check_batch
+from lowering.request.dimensions import DynamicShapes, settings_apart
 from lowering.request.images import declared_input
 
 __all__ = ["CalibrationData", "Example", "ShapeRange", "example_for", "shape_range"]
@@ -71,6 +72,10 @@ class ShapeRange:
     All four are the same if nothing is dynamic. `torch.export` takes a size of 1 for a constant, so `export` has at
     least 2 in every dynamic dimension. With several optimization profiles, `profiles` has (min, opt, max) of each;
     `min` and `max` are over all of them, and `opt` is the first one's.
+
+    Several dimensions may vary independently. In the calls `apart` they are at different ends of their ranges, so that
+    what follows from one can be told from what follows from another. `named` has, for each call by its identity, the
+    sizes of the dimensions that have names.
     """
 
     min: Example
@@ -78,6 +83,8 @@ class ShapeRange:
     max: Example
     export: Example
     profiles: tuple[tuple[Example, Example, Example], ...] = ()
+    apart: tuple[Example, ...] = ()
+    named: dict[int, dict[str, int]] = field(default_factory=dict)
 
     @property
     def dynamic(self) -> bool:
@@ -187,7 +194,7 @@ def shape_range(
         example: at the usual sizes.
         dynamic_batch: (min, opt, max) of dimension 0 of every tensor that has the example's batch size, or a list of
             them, one for each optimization profile.
-        dynamic_shapes: as `torch.export` takes them, with `torch.export.Dim(name, min=, max=)`; opt is the example.
+        dynamic_shapes: as `torch.export` takes them (see `DynamicShapes`); opt is the example.
     """
     if dynamic_batch is not None and dynamic_shapes is not None:
         raise InputError("both dynamic_batch and dynamic_shapes are given", hint="put the batch into dynamic_shapes")
@@ -213,7 +220,9 @@ def _batch_range(example: Example, dynamic_batch: Any) -> ShapeRange:
     if least == most:
         return ShapeRange(at(usual), at(usual), at(usual), at(usual))
     profiles = tuple((at(low), at(opt), at(high)) for low, opt, high in ranges) if len(ranges) > 1 else ()
-    return ShapeRange(at(least), at(usual), at(most), at(max(usual, 2)), profiles)
+    calls = {usual, least, most, max(usual, 2), *(size for values in ranges for size in values)}
+    named = {id(at(size)): {"batch": size} for size in calls}
+    return ShapeRange(at(least), at(usual), at(most), at(max(usual, 2)), profiles, named=named)
 
 
 def _batch_ranges(dynamic_batch: Any) -> list[tuple[int, int, int]]:
@@ -235,48 +244,25 @@ def _batch_ranges(dynamic_batch: Any) -> list[tuple[int, int, int]]:
 
 def _dims_range(model: nn.Module, example: Example, dynamic_shapes: Any) -> ShapeRange:
     bound = example.bind(model)
-    given = (
-        dynamic_shapes if isinstance(dynamic_shapes, dict) else dict(zip(bound.arguments, dynamic_shapes, strict=False))
-    )
-    if unknown := [name for name in given if name not in bound.arguments]:
-        raise InputError(
-            f"dynamic_shapes names {', '.join(map(repr, unknown))}", hint=f"the inputs are {', '.join(bound.arguments)}"
-        )
+    if hasattr(dynamic_shapes, "dynamic_shapes"):  # a torch.export.ShapesCollection
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(model, example.args, example.kwargs)
+    shapes = DynamicShapes(dynamic_shapes, dict(bound.arguments))
+    dims = list(shapes.dimensions.values())
+    sizes: dict[int, dict[str, int]] = {}
 
-    def at(which: str) -> Example:
-        def resize(value: Any, dims: Any) -> Any:
-            if dims is None:
-                return value
-            if isinstance(value, Tensor):
-                items = dims.items() if isinstance(dims, dict) else enumerate(dims)
-                for dim, size in items:
-                    if size is not None and not isinstance(size, int):
-                        shape = list(value.shape)
-                        shape[dim] = _bound(size, which)
-                        value = brought_to(value, shape)
-                return value
-            if isinstance(value, (list, tuple)):
-                return type(value)(resize(v, d) for v, d in zip(value, dims, strict=True))
-            return {key: resize(v, dims.get(key)) for key, v in value.items()}
-
+    def at(values: dict[str, int]) -> Example:
         changed = example.bind(model)
-        for name, dims in given.items():
-            changed.arguments[name] = resize(changed.arguments[name], dims)
-        return Example(changed.args, changed.kwargs)
+        changed.arguments.update(shapes.at(values))
+        made = Example(changed.args, changed.kwargs)
+        sizes[id(made)] = values
+        return made
 
-    least, most = at("min"), at("max")
-    traps_at_one = any(
-        1 in (size for size, low, high in zip(t.shape, a.shape, b.shape, strict=True) if low != high)
-        for t, a, b in zip(example.tensors(), least.tensors(), most.tensors(), strict=True)
-    )
-    return ShapeRange(least, example, most, most if traps_at_one else example)
-
-
-def _bound(dim: Any, which: str) -> int:
-    value = getattr(dim, which, None)
-    if not isinstance(value, int) or (which == "max" and value > 2**24):
-        raise InputError(
-            f"the dimension {getattr(dim, '__name__', dim)!r} has no {which}",
-            hint="give it both, for example torch.export.Dim('height', min=64, max=512)",
-        )
-    return value
+    usual = {dim.name: dim.usual for dim in dims}
+    sizes[id(example)] = usual
+    least, most = at({dim.name: dim.min for dim in dims}), at({dim.name: dim.max for dim in dims})
+    if all(dim.min == dim.max for dim in dims):
+        return ShapeRange(example, example, example, example)
+    traced = {dim.name: min(max(dim.usual, 2), dim.max) for dim in dims}
+    export = example if traced == usual else at(traced)
+    apart = tuple(at(values) for values in settings_apart(dims))
+    return ShapeRange(least, example, most, export, apart=apart, named=sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,20 +88,45 @@ def measure(glue: GraphModule, sizes: ShapeRange, others: Iterable[Example] = ()
                     runs[id(example)] = _Recorder(glue).record(example)
                 refused += lines
         probes = [opt, *_probes(glue, others)] if _reads_python(glue) else []
+        apart = list(_apart(glue, sizes))
     boundaries = {}
     for name in opt.inputs:
         if not all(name in run.inputs for run in runs.values()):
             raise ExportError(f"{name} is not reached at every size of the inputs", hint="narrow the dynamic range")
+        reached = {key: run.inputs[name] for key, run in runs.items()}
+        reached |= {key: entered[name] for key, entered in apart if name in entered}
         specs = []
         for index, argument in enumerate(opt.names[name]):
-            seen = {key: run.inputs[name][index] for key, run in runs.items()}
+            seen = {key: tensors[index] for key, tensors in reached.items()}
             spec = _spec(f"input {index} of {name}", argument, sizes, seen)
             shapes = [tuple(run.inputs[name][index].shape) for run in probes if name in run.inputs]
             specs.append(_with_headroom(spec, shapes))
+        specs = _with_symbols(specs, sizes, reached)
         tensors = runs[id(sizes.export)].inputs[name]
         fitted = tuple(brought_to(t, _sizes_of_export(t, spec)) for t, spec in zip(tensors, specs, strict=True))
         boundaries[name] = Boundary(specs, fitted, opt.flops.get(name, 0))
     return Measured(boundaries, sum(opt.flops.values()), list(dict.fromkeys(refused)))
+
+
+def _apart(glue: GraphModule, sizes: ShapeRange) -> Iterator[tuple[int, dict[str, tuple[Tensor, ...]]]]:
+    """What enters each segment where independent dimensions are at different ends of their ranges.
+
+    Nothing where the model needs them to be equal. Without a run where the segments take inputs of the glue alone.
+    """
+    calls = [node for node in glue.graph.nodes if node.meta.get("segment") and node.op == "call_module"]
+    computed = any(argument.op != "placeholder" for call in calls for argument in call.all_input_nodes)
+    placeholders = [node.name for node in glue.graph.find_nodes(op="placeholder")]
+    for example in sizes.apart:
+        if not computed:
+            given = positional(bind_inputs(glue, example.args, example.kwargs))
+            values = dict(zip(placeholders, given, strict=False))
+            yield id(example), {str(c.target): tuple(values[a.name] for a in c.all_input_nodes) for c in calls}
+            continue
+        try:
+            with noted_branches():
+                yield id(example), _Recorder(glue).record(example).inputs
+        except LoweringError as error:
+            logging.getLogger(__name__).debug("dimensions cannot be told apart: %s", error)
 
 
 def _spec(what: str, name: str, sizes: ShapeRange, seen: dict[int, Tensor]) -> TensorSpec:
@@ -117,8 +142,36 @@ def _spec(what: str, name: str, sizes: ShapeRange, seen: dict[int, Tensor]) -> T
         return tuple(seen[id(example)].shape)
 
     profiles = tuple((at(low), at(usual), at(high)) for low, usual, high in sizes.profiles)
-    low, high = at(sizes.min), at(sizes.max)
+    # A size that is a difference of two others is smallest where these are at different ends.
+    low, high = (tuple(map(pick, *(t.shape for t in seen.values()), at(sizes.opt))) for pick in (min, max))
     return TensorSpec(name, opt.dtype, low, at(sizes.opt), high, profiles=profiles if low != high else ())
+
+
+def _with_symbols(specs: list[TensorSpec], sizes: ShapeRange, seen: dict[int, tuple[Tensor, ...]]) -> list[TensorSpec]:
+    """`specs` with a name for each dynamic dimension: those that were equal in every run are one.
+
+    A dimension that was always a named one of the user is that one. Of others, two of one tensor (height and width) may
+    still differ from call to call, and only the first of each tensor are one.
+    """
+    names = next(iter(sizes.named.values()), {})
+    named = {tuple(sizes.named[key][name] for key in seen): name for name in names}
+    known: dict[tuple[Any, ...], str] = {}
+    found = []
+    for index, spec in enumerate(specs):
+        symbols: list[str | None] = []
+        for d in range(len(spec.opt)):
+            measured = tuple(tensors[index].shape[d] for tensors in seen.values())
+            ends = (spec.min[d], spec.opt[d], spec.max[d])
+            if not spec.is_dynamic(d):
+                symbols.append(None)
+            elif measured in named:
+                symbols.append(named[measured])
+            else:
+                before = sum(1 for e in range(d) if (spec.min[e], spec.opt[e], spec.max[e]) == ends)
+                own = f"{spec.name}_{d}" if f"{spec.name}_{d}" not in names else f"{spec.name}_{d}_"
+                symbols.append(known.setdefault((measured, ends, before), own))
+        found.append(replace(spec, symbols=tuple(symbols)))
+    return found
 
 
 def _reads_python(glue: GraphModule) -> bool:
