@@ -46,7 +46,7 @@ class Exported(Net):
 
     def forward(self, x):
         y = self.features(x)
-        return self.head(y) * math.floor(math.sqrt(y.shape[2] * y.shape[3]))
+        return self.head(y) * int(math.sqrt(y.shape[2] * y.shape[3]) + 0.5)
 
 
 class Python(Net):

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fx_passes.capture.export import open_sizes
 from lowering.trt.define.registry import converter_for
 
 __all__ = ["decomposed"]
@@ -45,8 +46,9 @@ def decomposed(node: Node) -> GraphModule | None:
 
     before = _guards(node)
     try:
-        traced = make_fx(dispatch_functionalize(call), decomposition_table=_table())
-        parts = traced(*(n.meta["val"] for n in inputs))
+        with open_sizes():
+            traced = make_fx(dispatch_functionalize(call), decomposition_table=_table())
+            parts = traced(*(n.meta["val"] for n in inputs))
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):
         return None  # the decomposition asks for values, or has effects
     parts.graph.eliminate_dead_code()
