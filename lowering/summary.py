@@ -14,6 +14,7 @@ from fx_passes.graph.node_meta import source_line
 from fx_passes.ops import is_size
 from lowering.records import Described, OpRow, SegmentInfo
 from lowering.roofline import engine_floor, gpu_named, representative_gpu
+from lowering.verdict import verdict_of
 
 if TYPE_CHECKING:
     from lowering.request.request import Request
@@ -75,6 +76,7 @@ def op_rows(segment: GraphModule) -> list[OpRow]:
 
 def report_data(lowered: Described) -> dict[str, Any]:
     """Plain data: strings, numbers, lists and dicts only."""
+    verdict = verdict_of(lowered.segments, lowered.details)
     return {
         **{key: lowered.details[key] for key in ("target", "precision", "flops_share", "flops")},
         "segments": [segment.as_dict() for segment in lowered.segments],
@@ -82,6 +84,7 @@ def report_data(lowered: Described) -> dict[str, Any]:
         "capture": lowered.details.get("capture", _SYMBOLIC),
         "outside": {path: dict(reasons) for path, reasons in lowered.outside.items() if reasons},
         "placement": lowered.details.get("placement"),
+        "verdict": None if verdict is None else verdict.as_dict(),
         "threads": lowered.details["threads"],
         "versions": lowered.details["versions"],
         "settings": lowered.details["settings"],
@@ -92,6 +95,7 @@ def summary_text(lowered: Described) -> str:
     """The summary that `LoweredModule.summary` returns."""
     details = lowered.details
     lines = [
+        *_verdict_lines(lowered),
         f"Lowered for {details['target']}, precision {details['precision']}: {len(lowered.segments)} segment(s), "
         f"{details['flops_share']:.1%} of {details['flops'] / 1e9:.2f} GFLOPs, "
         f"{len(lowered.fallbacks)} Python fallback(s)",
@@ -112,6 +116,14 @@ def summary_text(lowered: Described) -> str:
 
 
 _SYMBOLIC = {"route": "symbolic tracing"}  # what an artifact of an earlier version does not say
+
+
+def _verdict_lines(lowered: Described) -> list[str]:
+    verdict = verdict_of(lowered.segments, lowered.details)
+    if verdict is None:
+        return []
+    start = "Verdict" if verdict.winner == "int8" else "WARNING"
+    return [f"{start}: {verdict.sentence}" + (f"; {verdict.advice}" if verdict.advice else "")]
 
 
 def _capture_lines(capture: dict[str, str]) -> list[str]:
@@ -146,6 +158,8 @@ def _segment_lines(segment: SegmentInfo, gpu: str | None) -> list[str]:
         lines += ["  for sizes for which:", *(f"    {check}" for check in segment.checks)]
     if segment.ops:
         lines += _coverage_lines(segment.ops)
+    if segment.choice:
+        lines += _choice_lines(segment.choice)
     for engine in segment.engines:
         lines += _engine_lines(engine, segment.float_twin)
         lines += _floor_lines(engine, segment.float_twin, gpu)
@@ -160,6 +174,18 @@ def _coverage_lines(rows: list[OpRow]) -> list[str]:
         lines.append(f"    float: {count} x {reason if reason.startswith(op) else f'{op}: {reason}'}")
     if len(reasons) > _LISTED_ROWS:
         lines.append(f"    and {len(reasons) - _LISTED_ROWS} more kinds: report()['segments'][i]['ops'] has them all")
+    return lines
+
+
+def _choice_lines(choice: dict[str, Any]) -> list[str]:
+    lines = [f"  runtime: {choice['kept']}" + (f" ({choice['reason']})" if choice["reason"] else "")]
+    clock = "cpu" if choice["clock"] == "CPU time" else "wall"
+    for name, times in choice["milliseconds"].items():
+        ratio = choice["ratios"].get(name)
+        against = ""
+        if ratio is not None:
+            against = f", {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) of ONNX Runtime's"
+        lines.append(f"    {name}: {times[clock]:.3g} ms of {choice['clock']}{against}, {choice['rounds']} rounds")
     return lines
 
 

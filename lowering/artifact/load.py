@@ -138,7 +138,8 @@ def _segment_from_plain(
     if kind == "onnx":
         from lowering.onnx.runtimes import runtime_class
 
-        backend_class = runtime_class(checked(record.get("runtime"), str, f"the runtime of {info.name}"))
+        runtime = checked(record.get("runtime"), str, f"the runtime of {info.name}")
+        backend_class = runtime_class(runtime, chosen=record.get("chosen") is True)
     elif kind == "tensorrt":
         from lowering.trt.run.engine import TrtEngine as backend_class
     else:

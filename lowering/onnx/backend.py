@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ class OnnxBackend:
 
     Args:
         precision: as in `lower_to_onnx`.
-        runtime: "onnxruntime" or "openvino", which run the same files, or "tensorrt": whose scheme and placement the
-            file has.
+        runtime: "onnxruntime" or "openvino", which run the same files, "auto" for the faster of them, or "tensorrt":
+            whose scheme and placement the file has.
         settings: `float_type` and `threads` are used.
 
     Raises:
@@ -43,8 +43,8 @@ class OnnxBackend:
 
     def __init__(self, precision: str, runtime: str, settings: Settings):
         self.precision, self.settings = precision, settings
-        self.target = "onnxruntime" if runtime == "openvino" else runtime
-        self.openvino = runtime == "openvino"
+        self.target = "tensorrt" if runtime == "tensorrt" else "onnxruntime"
+        self.openvino, self.measures = runtime == "openvino", runtime == "auto"
         if self.openvino:
             from lowering.onnx.openvino import runtime_module
 
@@ -87,15 +87,29 @@ class OnnxBackend:
             times = measure_interleaved({"int8": lambda: session(*example), "float": lambda: other(*example)}, rounds=5)
             if times["float"].median < times["int8"].median:
                 session, precision = other, str(self.settings.float_type)
+        session, choice = self._chosen(session, program, example, quantized=precision == "int8")
         info = segment_info(
             parts,
             name,
             backend=session.description,
             precision=precision_text(precision, self.settings),
             engines=[{"ops": dict(session.optimized_ops())}],
+            choice=choice,
         )
         install(parts.glue, name, session, program)
         return info
+
+    def _chosen(
+        self, session: OnnxModel, program: AtenProgram, example: tuple[Tensor, ...], *, quantized: bool
+    ) -> tuple[OnnxModel, dict[str, Any] | None]:
+        """The session to keep, and what was measured; the example has no values for buffers that are written."""
+        from lowering.onnx.choice import choose_runtime
+        from lowering.onnx.session import OnnxSession
+
+        if not self.measures or program.buffer_inputs or not isinstance(session, OnnxSession):
+            return session, None
+        kept, choice = choose_runtime(session, example, quantized=quantized)
+        return kept, choice.as_dict()
 
     def _export(self, program: AtenProgram, name: str) -> OnnxFile:
         from lowering.onnx.files import exported_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
+from lowering.artifact.schema import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
 from lowering.segment.program import TensorSpec
@@ -19,7 +21,7 @@ from lowering.segment.program import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["OpenVinoSession", "runtime_module"]
+__all__ = ["OpenVinoSession", "is_installed", "runtime_module"]
 
 _DEVICE = "CPU"
 # torch dtype -> openvino.Type; the CPU device computes float64 in float32 and int64 in int32
@@ -44,6 +46,7 @@ class OpenVinoSession(OnnxModel):
 
     Args:
         model, inputs, outputs, threads, target: as for `OnnxModel`.
+        chosen: whether it was chosen for its speed, so that ONNX Runtime takes its place where it is missing.
 
     Raises:
         BackendUnavailableError: OpenVINO is not installed.
@@ -61,8 +64,10 @@ class OpenVinoSession(OnnxModel):
         *,
         threads: int | None = None,
         target: str = "onnxruntime",
+        chosen: bool = False,
     ):
         super().__init__(model, inputs, outputs, threads=threads, target=target)
+        self.chosen = chosen
         self._openvino = runtime_module()
         for spec in self.inputs:
             if spec.dtype not in _TYPES:
@@ -141,6 +146,15 @@ class OpenVinoSession(OnnxModel):
     def _shared(self, value: Tensor) -> Any:
         return self._openvino.Tensor(np.ascontiguousarray(value.numpy()), shared_memory=True)
 
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments that make another one like this, but for its threads."""
+        return {**super().options(), "chosen": self.chosen}
+
+    @classmethod
+    def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
+        chosen = checked(record.get("chosen", False), bool, f"'chosen' of {name}")
+        return {**super()._read_options(name, record), "chosen": chosen}
+
     def optimized_ops(self) -> Counter[str]:
         """How often each kind of operator runs, with the type that it computes in: "Convolution u8", ..."""
         counted: Counter[str] = Counter()
@@ -150,6 +164,11 @@ class OpenVinoSession(OnnxModel):
             if kind not in ("Input", "Output", "Const", "Parameter", "Result"):
                 counted[f"{kind} {precision}"] += 1
         return counted
+
+
+def is_installed() -> bool:
+    """Whether the package `openvino` is there; it is not loaded."""
+    return find_spec("openvino") is not None
 
 
 def runtime_module() -> Any:

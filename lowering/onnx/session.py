@@ -236,7 +236,7 @@ class OnnxSession(OnnxModel):
 
     @classmethod
     def _read_options(cls, name: str, record: dict[str, Any]) -> dict[str, Any]:
-        exact = checked(record.get("exact"), bool, f"'exact' of {name}")
+        exact = checked(record.get("exact", False), bool, f"'exact' of {name}")
         return {**super()._read_options(name, record), "exact": exact}
 
 
