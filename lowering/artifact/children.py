@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from fx_passes.errors import ArtifactError
 from lowering.artifact.glue import glue_from_plain, glue_to_plain
 from lowering.artifact.glue_checks import check_nodes
-from lowering.artifact.schema import checked, dtype_from_plain, shape_from_plain
+from lowering.artifact.plain import checked, shape_from_plain
+from lowering.artifact.schema import dtype_from_plain
 from lowering.children.lowered import Accepts, LoweredChild, TensorRange, WithChildren, own_copy
 from lowering.segment.segment import Segment
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fx_passes.errors import ArtifactError
-from lowering.artifact.schema import checked
+from lowering.artifact.plain import checked
 
 __all__ = [
     "FORMAT",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fx_passes.errors import ArtifactError
-from lowering.artifact.schema import checked
+from lowering.artifact.plain import checked
 
 __all__ = ["HELD", "check_nodes"]
 

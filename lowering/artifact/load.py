@@ -16,7 +16,8 @@ from lowering.artifact.files import STATE, check_files, parse_json, read_manifes
 from lowering.artifact.glue import glue_from_plain
 from lowering.artifact.glue_checks import check_nodes
 from lowering.artifact.glue_values import structures_named
-from lowering.artifact.schema import check_from_plain, checked
+from lowering.artifact.plain import checked
+from lowering.artifact.schema import check_from_plain
 from lowering.children.lowered import WithChildren
 from lowering.module import LoweredModule
 from lowering.records import Fallback, OpRow, SegmentInfo

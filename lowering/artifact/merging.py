@@ -10,7 +10,7 @@ from typing import Any
 
 from fx_passes.errors import ArtifactError
 from lowering.artifact.files import check_files, read_manifest, write_json
-from lowering.artifact.schema import checked
+from lowering.artifact.plain import checked
 from lowering.artifact.writing import Writer, writing
 from lowering.records import Described, Fallback, OpRow, SegmentInfo
 from lowering.summary import report_data, summary_text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,15 +10,13 @@ import torch
 
 from fx_passes.capture.conditions import ARITY, Condition
 from fx_passes.errors import ArtifactError
+from lowering.artifact.plain import checked, lists, shape_from_plain
 from lowering.segment.program import SizeCheck, TensorSpec
 
 __all__ = [
     "check_from_plain",
     "check_to_plain",
-    "checked",
     "dtype_from_plain",
-    "lists",
-    "shape_from_plain",
     "spec_from_plain",
     "spec_to_plain",
 ]
@@ -31,20 +28,12 @@ _DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-_LARGEST = 2**48  # elements; the addresses of a process end there
 _DEEPEST = 200  # operations inside each other in one condition
 
 
 def spec_to_plain(spec: TensorSpec) -> dict[str, Any]:
     """Plain data for a manifest."""
     return lists({**asdict(spec), "dtype": str(spec.dtype).removeprefix("torch.")})
-
-
-def lists(value: Any) -> Any:
-    """`value` as JSON gives it back: tuples as lists."""
-    if isinstance(value, dict):
-        return {key: lists(item) for key, item in value.items()}
-    return [lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def spec_from_plain(plain: Any) -> TensorSpec:
@@ -117,29 +106,3 @@ def dtype_from_plain(value: Any, name: str) -> torch.dtype:
     if dtype not in _DTYPES:
         raise ArtifactError(f"input '{name}' has the unknown type {dtype!r}", hint="update fx-trt-lowering")
     return _DTYPES[dtype]
-
-
-def shape_from_plain(value: Any, name: str) -> tuple[int, ...]:
-    """Sizes of the input `name`.
-
-    Raises:
-        ArtifactError: they are none.
-    """
-    sizes = tuple(checked(size, int, f"a size of '{name}'") for size in checked(value, list, f"the sizes of '{name}'"))
-    if any(size < 0 for size in sizes) or math.prod(max(size, 1) for size in sizes) > _LARGEST:
-        raise ArtifactError(f"input '{name}' has an impossible size")
-    return sizes
-
-
-def checked(value: Any, kind: Any, what: str) -> Any:
-    """`value`, which has to be of a type; a bool is no int here.
-
-    Raises:
-        ArtifactError: it is of another one; the text begins with `what`.
-    """
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        wanted = getattr(kind, "__name__", str(kind))
-        raise ArtifactError(
-            f"{what} in the manifest is a {type(value).__name__}, not a {wanted}", hint="save the lowered module again"
-        )
-    return value

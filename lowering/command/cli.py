@@ -1,4 +1,4 @@
-"""The command `fxtrt`: lower a model, look at the result, time it, compare it, evaluate it, report on it."""
+"""The command `fxtrt`: lower a model, look at the result, run it, time it, compare it, evaluate it, report on it."""
 
 from __future__ import annotations
 
@@ -68,6 +68,24 @@ def inspect(
                 out.print(_engine_table(segment, engine, gpu))
             if kernels and engine.get("rows"):
                 out.print(_kernel_table(segment["name"], engine))
+
+
+@app.command()
+def run(
+    folder: Annotated[
+        Path, typer.Argument(help="an artifact of ONNX files, such as `fxtrt lower --backend onnxruntime`")
+    ],
+    inputs: Annotated[list[str], typer.Option("--input", metavar="FILE", help="x.npy, in order, or name=x.npy")],
+    file: Annotated[Path | None, typer.Option("--out", help=".npz file to write the results into")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads of the call; default: all cores")] = None,
+) -> None:
+    """Run an artifact once on arrays from files. Needs NumPy and ONNX Runtime, not torch."""
+    from lowering.command.run import run_files
+
+    for name, value in run_files(folder, inputs, file, threads).items():
+        out.print(f"{name}: {value.dtype} {_size(value.shape)}", markup=False, highlight=False)
+    if file is not None:
+        out.print(f"written to {file}", markup=False, highlight=False)
 
 
 @app.command()
@@ -209,6 +227,10 @@ def _runs(loaded: Any, data: Data, target: Target, backends: list[Backend]) -> d
 
 def _shapes(example: tuple[Any, ...]) -> str:
     return ", ".join("x".join(map(str, tensor.shape)) for tensor in example)
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _bytes(size: int) -> str:

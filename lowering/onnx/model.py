@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, InputError, LoweringError
-from lowering.artifact.schema import checked, spec_from_plain, spec_to_plain
+from lowering.artifact.plain import checked
+from lowering.artifact.schema import spec_from_plain, spec_to_plain
 from lowering.onnx.expected import INPUTS, OUTPUTS, Expected, polygraphy_command
 from lowering.onnx.files import OnnxFile
 from lowering.segment.program import TensorSpec

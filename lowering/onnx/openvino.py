@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, InputError, LoweringError
-from lowering.artifact.schema import checked
+from lowering.artifact.plain import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
 from lowering.segment.program import TensorSpec

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fx_passes.errors import BackendUnavailableError, LoweringError
-from lowering.artifact.schema import checked
+from lowering.artifact.plain import checked
 from lowering.onnx.files import OnnxFile
 from lowering.onnx.model import OnnxModel, RefusedModelError, first_line
 from lowering.segment.program import TensorSpec

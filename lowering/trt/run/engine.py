@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fx_passes.errors import ArtifactError, BackendUnavailableError, InputError
-from lowering.artifact.schema import checked, lists, spec_from_plain, spec_to_plain
+from lowering.artifact.plain import checked, lists
+from lowering.artifact.schema import spec_from_plain, spec_to_plain
 from lowering.segment.program import TensorSpec
 from lowering.trt import bindings
 from lowering.trt.builder.build import Engine
