@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.photographs import PHOTOGRAPHS, calibration_batches, held_out_crops
 from lowering import LoweredModule, lower_to_onnx, lower_to_trt
-from lowering.command.report import Lowering, ReportTable, placement_drawing, write_report
+from lowering.command.report import Latency, Lowering, ReportTable, placement_drawing, write_report
 from lowering.timing import measure_interleaved
 
 MODELS = {"resnet50": models.resnet50, "efficientnet_lite0": models.efficientnet_lite0}
@@ -107,6 +107,15 @@ def latency_table(model: nn.Module, cpu: LoweredModule, example: Tensor) -> Repo
     return ReportTable("Latency on this CPU", ("run", "median ms", "quartiles ms", "speed-up"), rows, 1, note)
 
 
+def latencies(table: ReportTable) -> list[Latency]:
+    """The rows of `latency_table` for the chart of the page."""
+    rows = []
+    for name, median, quartiles, _ in table.rows:
+        low, _, high = quartiles.partition(" to ")
+        rows.append(Latency(name, median, float(low), float(high)))
+    return rows
+
+
 def top5_table(runs: dict[str, Callable[[Tensor], Tensor]], spec: Any) -> ReportTable:
     """The five likeliest classes of the centre of every photograph, by every run."""
     names = models.categories()
@@ -156,9 +165,12 @@ def write_all(results: list[Result], folder: Path) -> None:
     (folder / "summary.txt").write_text(summary_text(results), encoding="utf-8")
     parts = []
     for result in results:
-        tables, graph = result.tables, result.graph
+        tables, graph = [table for table in (result.classes,) if table is not None], result.graph
         for title, lowered in result.lowerings.items():
-            parts.append(Lowering.of(f"{result.name}: {title}", lowered, tables, graph))
+            on_cpu = lowered is result.cpu
+            latency, note = (latencies(result.latency), result.latency.note) if on_cpu else ([], "")
+            name = f"{result.name}: {title}"
+            parts.append(Lowering.of(name, lowered, tables=tables, graph=graph, latency=latency, latency_note=note))
             tables, graph = [], None  # they stand with the first of the three
     write_report(folder / "report.html", parts, title="From PyTorch to int8")
 

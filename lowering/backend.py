@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -50,8 +51,17 @@ def segment_info(parts: Segmented, name: str, **found: Any) -> SegmentInfo:
         nodes=sum(node.op.startswith("call_") for node in graph.graph.nodes),
         flops=parts.measured.boundaries[name].flops,
         ops=op_rows(graph),
+        weights=_weights(parts.programs[name]),
         **found,
     )
+
+
+def _weights(program: AtenProgram) -> dict[str, int]:
+    """Bytes of the constants of a program, as they are and in float32; one that two nodes read counts once."""
+    values = {id(value): value for _, value in program.constants.values()}.values()
+    widths = [4 if value.is_floating_point() or value.dtype == torch.int8 else value.element_size() for value in values]
+    floats = sum(value.numel() * width for value, width in zip(values, widths, strict=True))
+    return {"stored": sum(value.nbytes for value in values), "float32": floats}
 
 
 def install(glue: GraphModule, name: str, backend: nn.Module, program: AtenProgram) -> None:

@@ -49,6 +49,7 @@ class SegmentInfo:
         engines: layer report of every engine as plain data; `{"ops": {type: count}}` for a session.
         float_twin: the layer report of the same segment all in its float type, to compare bytes; None if not int8.
         checks: what the sizes of its inputs must be beside their ranges, each as Python code with the user's line.
+        weights: bytes of its constants as they are stored ("stored") and as they would be in float32 ("float32").
         choice: how its runtime was chosen (`lowering.onnx.choice.Choice` as plain data); None where nobody measured.
         compare: builds the engine that `float_twin` reports on; it is called when somebody asks (see `completed`).
     """
@@ -62,6 +63,7 @@ class SegmentInfo:
     engines: list[dict[str, Any]] = field(default_factory=list)
     float_twin: dict[str, Any] | None = None
     checks: list[str] = field(default_factory=list)
+    weights: dict[str, int] | None = None
     choice: dict[str, Any] | None = None
     compare: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
 

@@ -1,22 +1,25 @@
-"""The HTML report: one page without scripts or outside resources, from what `LoweredModule.report()` tells."""
+"""The HTML report: one page without outside resources, from `LoweredModule.report()` and what was measured."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fx_passes.errors import ArtifactError, InputError
+from lowering.command.report_charts import Latency, bytes_chart, latency_chart, roofline_chart
+from lowering.command.report_facts import Card, Coverage, cards, coverage, kept_float, layers, module_bytes
+from lowering.compare import Agreement
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lowering.module import LoweredModule
 
-__all__ = ["Lowering", "ReportTable", "placement_drawing", "render_report", "write_report"]
+__all__ = ["Latency", "Lowering", "ReportTable", "placement_drawing", "render_report", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,11 @@ class Lowering:
         title: its heading.
         summary: what `LoweredModule.summary()` says.
         report: what `LoweredModule.report()` says.
-        tables: latency, accuracy, predictions: whatever was measured beside it.
+        tables: accuracy, predictions: whatever was measured beside it.
         graph: the model's graph as an SVG element (`fx_passes.analysis.draw`), or None.
+        latency: what was measured, for a chart; without any, what choosing the runtime measured.
+        latency_note: how.
+        accuracy: of the lowered model against float (`lowering.compare`), or None.
     """
 
     title: str
@@ -55,26 +61,45 @@ class Lowering:
     report: dict[str, Any]
     tables: Sequence[ReportTable] = ()
     graph: str | None = None
+    latency: Sequence[Latency] = ()
+    latency_note: str = ""
+    accuracy: Agreement | None = None
 
     @classmethod
-    def of(
-        cls, title: str, lowered: LoweredModule, tables: Sequence[ReportTable] = (), graph: str | None = None
-    ) -> Lowering:
-        """From a lowered module."""
-        return cls(title, lowered.summary(), lowered.report(), tables, graph)
+    def of(cls, title: str, lowered: LoweredModule, **measured: Any) -> Lowering:
+        """From a lowered module; `measured` are the other fields."""
+        return cls(title, lowered.summary(), lowered.report(), **measured)
 
 
 @dataclass(frozen=True)
-class _Coverage:
-    """How many convolutions and matmuls of a segment take int8, and the rest by reason."""
+class _EngineView:
+    """An engine as the page shows it."""
 
-    int8: int
-    total: int
-    reasons: list[tuple[str, str, int]] = field(default_factory=list)
+    data: dict[str, Any]
+    bytes: str | None
+    roofline: str | None
 
-    @property
-    def share(self) -> float:
-        return self.int8 / self.total if self.total else 0.0
+
+@dataclass(frozen=True)
+class _SegmentView:
+    """A segment as the page shows it."""
+
+    data: dict[str, Any]
+    coverage: Coverage | None
+    float: list[tuple[int, str, str]]
+    layers: list[dict[str, Any]]
+    engines: list[_EngineView]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A lowering as the page shows it."""
+
+    lowering: Lowering
+    cards: list[Card]
+    latency: str | None
+    latency_note: str
+    segments: list[_SegmentView]
 
 
 def render_report(lowerings: Sequence[Lowering], *, title: str, tables: Sequence[ReportTable] = ()) -> str:
@@ -105,7 +130,7 @@ def render_report(lowerings: Sequence[Lowering], *, title: str, tables: Sequence
     )
     environment.filters.update(megabytes=_megabytes, cell=_cell, scaled=_scaled, numeric=_numeric)
     return environment.get_template("report.html").render(
-        title=title, lowerings=lowerings, tables=tables, coverage=_coverage
+        title=title, parts=[_part(lowering) for lowering in lowerings], tables=tables
     )
 
 
@@ -156,18 +181,49 @@ def placement_drawing(model: nn.Module, example_inputs: Any, target: str) -> str
     return draw(convert_fx(prepared))
 
 
-def _coverage(segment: dict[str, Any]) -> _Coverage | None:
-    """Of a segment in `LoweredModule.report()`; None where placement decided nothing (float precisions)."""
-    rows = [row for row in segment["ops"] if row["op"].startswith(("conv", "linear", "matmul", "bmm", "addmm"))]
-    if not rows:
-        return None
-    reasons: dict[tuple[str, str], int] = {}
-    for row in segment["ops"]:
-        if not row["int8"]:
-            key = (row["op"], row["reason"])
-            reasons[key] = reasons.get(key, 0) + 1
-    ordered = sorted(((op, reason, count) for (op, reason), count in reasons.items()), key=lambda item: -item[2])
-    return _Coverage(sum(row["int8"] for row in rows), len(rows), ordered)
+def _part(lowering: Lowering) -> _Part:
+    report = lowering.report
+    gpu = (report.get("placement") or {}).get("gpu")
+    rows, note = (lowering.latency, lowering.latency_note) if lowering.latency else _chosen(report)
+    return _Part(
+        lowering,
+        cards(report, lowering.accuracy),
+        latency_chart(rows) if rows else None,
+        note,
+        [_segment(segment, gpu) for segment in report["segments"]],
+    )
+
+
+def _segment(segment: dict[str, Any], gpu: str | None) -> _SegmentView:
+    engines = [_engine(engine, gpu) for engine in segment["engines"] if "kernels" in engine]
+    return _SegmentView(segment, coverage(segment), kept_float(segment), layers(segment), engines)
+
+
+def _engine(engine: dict[str, Any], gpu: str | None) -> _EngineView:
+    bars = bytes_chart(module_bytes(engine)) if engine.get("rows") else None
+    return _EngineView(engine, bars, roofline_chart(engine, gpu))
+
+
+def _chosen(report: dict[str, Any]) -> tuple[list[Latency], str]:
+    """What choosing the runtime of the only segment measured."""
+    choices = [segment.get("choice") for segment in report["segments"]]
+    choice = choices[0] if len(choices) == 1 else None
+    if not choice or not choice["milliseconds"]:
+        return [], ""
+    clock = "cpu" if choice["clock"] == "CPU time" else "wall"
+    base = choice["milliseconds"]["ONNX Runtime"][clock]
+    rows = []
+    for name, times in choice["milliseconds"].items():
+        ratio = choice["ratios"].get(name)
+        low, high = (base * ratio["low"], base * ratio["high"]) if ratio else (times[clock], times[clock])
+        label = name if name.startswith("float") else f"int8 in {name}" + (" (kept)" if name == choice["kept"] else "")
+        rows.append(Latency(label, times[clock], min(low, times[clock]), max(high, times[clock])))
+    threads = report["threads"] or 1
+    note = (
+        f"{choice['clock']} of one call on the example, {threads} thread{'s' if threads > 1 else ''}, "
+        f"{choice['rounds']} rounds interleaved; the intervals are those of the ratio to ONNX Runtime."
+    )
+    return rows, note
 
 
 def _megabytes(size: float) -> str:
